@@ -307,20 +307,6 @@ class BaseConfig(Section):
                 yield name, "has no effect without base.run; set base.run or leave it out"
 
 
-class TeacherConfig(Section):
-    """A trained run whose probabilities this one learns, too, besides the text (distillation)."""
-
-    run: PathText | None = None
-    """Its directory; it must have the same tokenizer. Helps where a text is short and read often.
-    null: learn from the text alone."""
-    sha256: str | None = None
-    """SHA-256 of the model.safetensors of its best checkpoint, recorded when the run begins."""
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.run is None and self.sha256 is not None:
-            yield "sha256", "has no effect without teacher.run; set teacher.run or leave it out"
-
-
 class SampleConfig(Section):
     """How tokens are sampled when generating, and where a text ends."""
 
@@ -367,7 +353,6 @@ class Config(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     base: BaseConfig = BaseConfig()
-    teacher: TeacherConfig = TeacherConfig()
     sample: SampleConfig = SampleConfig()
 
     @property

@@ -63,18 +63,15 @@ def reconcile(requested: Config, run: RunDirectory | None, *, dry_run: bool = Fa
     """
     if run is not None and run.exists:
         return _resume(requested, run)
-    config = requested if dry_run else record_teacher(requested)
     if requested.base.run is not None:
-        return _begin_from_base(config, RunDirectory(Path(requested.base.run)), dry_run)
-    return Requested(config, pin_datasets(config, None))
+        return _begin_from_base(requested, RunDirectory(Path(requested.base.run)), dry_run)
+    return Requested(requested, pin_datasets(requested, None))
 
 
 def _resume(requested: Config, run: RunDirectory) -> Requested:
     existing = run.load_config()
     check_base(requested, existing, run)
     config = reuse_choices(requested, existing)
-    if requested.teacher.run is not None:
-        config = config.fill_open({"teacher": {"sha256": existing.teacher.sha256}})
     check_same_settings(config, existing, run)
     config = pin_datasets(revalidate(config), existing)
     return Requested(requested, config, run.path, existing, run.load_tokenizer())
@@ -97,19 +94,6 @@ def _begin_from_base(requested: Config, base: RunDirectory, dry_run: bool) -> Re
                 )
         config = config.model_copy(update={"base": config.base.model_copy(update=recorded)})
     return Requested(requested, pin_datasets(config, None), tokenizer=tokenizer)
-
-
-def record_teacher(config: Config) -> Config:
-    """Record which weights a new run learns from; CheckpointError if there are none."""
-    if config.teacher.run is None:
-        return config
-    best = RunDirectory(Path(config.teacher.run)).find_best()
-    if config.teacher.sha256 not in (None, best.sha256):
-        raise ConfigError(
-            f"teacher.sha256: {config.teacher.sha256}, but the best checkpoint of "
-            f"{config.teacher.run} has {best.sha256}; leave it out to learn from that one"
-        )
-    return config.fill_open({"teacher": {"sha256": best.sha256}})
 
 
 def pin_datasets(config: Config, existing: Config | None) -> Config:

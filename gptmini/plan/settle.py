@@ -157,8 +157,6 @@ def say_text(asked: Requested, corpus: Corpus) -> None:
     say_header(corpus.format_summary("auto" if is_kind_chosen else ""))
     if asked.config.base.run is not None:
         say_base(asked.config, corpus)
-    if asked.config.teacher.run is not None:
-        say_header(f"  teacher   {asked.config.teacher.run}: its probabilities, besides the text")
 
 
 def say_base(config: Config, corpus: Corpus) -> None:

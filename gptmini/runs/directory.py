@@ -52,6 +52,8 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
 TENSOR_FILE_KINDS = ("model", "optimizer")
+# Settings that runs of earlier versions name, and that no longer exist.
+GONE_SETTINGS = ("teacher",)
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 
 
@@ -103,6 +105,8 @@ class RunDirectory:
         if not self.exists:
             raise CheckpointError(f"{self.path}: no run here; create one with gptmini train")
         data, lines = yamlfile.read_file(self.config_file)
+        for key in GONE_SETTINGS:
+            _drop_setting(data, key)
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
 
@@ -441,6 +445,16 @@ def _build_last_files(state: dict[str, Any], tensor_files: Manifest) -> dict[str
     state_json = json.dumps({"format": CHECKPOINT_FORMAT_VERSION, **state}, indent=1).encode()
     manifest = tensor_files | {"state.json": tensors.describe_file(state_json)}
     return {"state.json": state_json, "manifest.json": json.dumps(manifest, indent=1).encode()}
+
+
+def _drop_setting(data: dict[str, Any], key: str) -> None:
+    """Remove the setting of a dotted key from nested data, if it is there."""
+    *sections, name = key.split(".")
+    section: Any = data
+    for part in sections:
+        section = section.get(part) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(name, None)
 
 
 def find_newest_run(runs: Path) -> Path | None:

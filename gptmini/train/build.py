@@ -22,7 +22,6 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, GivenBatches, seed_from
 from gptmini.train.state import FIRST_LOSS_SCALE, OwnParts, Training
-from gptmini.train.teacher import TeacherLoss, load_teacher
 
 
 @show_elapsed("building the model")
@@ -52,13 +51,8 @@ def build_training(plan: Plan, run: RunDirectory, own: OwnParts | None = None) -
     if train.compile == "on":
         compile_blocks(model)
     compute_loss: Loss = model
-    teacher = load_teacher(config, corpus.tokenizer, compute.device)
     if own.loss is not None:
-        if teacher is not None:
-            raise ConfigError("teacher.run: not with a loss of your own; leave one of them out")
         compute_loss = partial(own.loss, model)
-    elif teacher is not None:
-        compute_loss = TeacherLoss(model, teacher)
     # A model of one's own may do something else in each pass.
     elif own.model is None and group.world_size == 1:
         compute_loss = create_loss(model, compute.device)

@@ -99,7 +99,6 @@ def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | N
     tree = run.config.model_dump()
     if tree.pop("base")["run"] is not None:  # its tokenizer cannot be learned from its text
         tree["tokenizer"] = {"kind": str(run.path / "tokenizer.json")}
-    tree.pop("teacher")
     tree["model"]["attention"] |= attention
     tree["train"] |= {
         "lr": lr_scale * train.lr,

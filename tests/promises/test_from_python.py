@@ -12,7 +12,7 @@ def test_every_program_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     programs = PROGRAM.findall(PAGE.read_text())
-    assert len(programs) == 7
+    assert len(programs) == 8
     names: dict[str, object] = {}
     for number, program in enumerate(programs, 1):
         exec(compile(program, f"{PAGE.name}, program {number}", "exec"), names)
@@ -23,4 +23,5 @@ def test_every_program_of_the_page_runs(tmp_path, monkeypatch, capsys):
         "sgd",
         "sin",
         "smooth",
+        "taught",
     ]

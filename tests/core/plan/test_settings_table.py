@@ -187,7 +187,7 @@ def test_each_setting_does_in_each_situation_what_the_table_says(key, machine):
 
 
 def test_the_table_has_every_setting_but_those_that_the_text_above_names():
-    # Places of texts, lists that need others beside them, and what names the base or a teacher.
+    # Places of texts, lists that need others beside them, and what names the base.
     left_out = {
         "model.vocab_size",
         "model.rope_scaling",
@@ -203,7 +203,7 @@ def test_the_table_has_every_setting_but_those_that_the_text_above_names():
         "train.device",
     }
     keys = {key for key, _ in iter_settings(Config().model_dump())}
-    keys = {key for key in keys if not key.startswith(("base.", "teacher.", "sample."))}
+    keys = {key for key in keys if not key.startswith(("base.", "sample."))}
     tested = {key for key in OTHER_VALUES if not key.startswith("sample.")}
     assert keys - left_out == tested
     assert read_table().keys() == OTHER_VALUES.keys()

@@ -403,6 +403,13 @@ def test_a_missing_run_and_a_missing_checkpoint_are_reported(tmp_path: Path, run
         run.load_best()
 
 
+def test_a_run_may_name_settings_that_no_longer_exist(run: RunDirectory):
+    settings = run.load_config()
+    with run.config_file.open("a") as file:
+        file.write("teacher: {run: null, sha256: null}\n")
+    assert run.load_config() == settings
+
+
 def test_one_writer_at_a_time(run: RunDirectory):
     with (
         run.lock(),
