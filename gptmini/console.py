@@ -159,7 +159,7 @@ class TrainingProgressBar:
         self._step = step
         self._steps = steps
         self._announced_steps = steps
-        self._completed = 0  # steps by this command, repeated ones included
+        self._completed = 0  # steps by this command
         self._started = time.perf_counter()
         self._loss = ""
         self._rates = ""  # learning rate and speed, as last logged
@@ -188,11 +188,6 @@ class TrainingProgressBar:
         self._completed += 1
         self._bar.set_description_str(self._format_line(), refresh=False)
         self._bar.update()
-
-    def rewind_to(self, step: int) -> None:
-        """Return to an earlier step; the steps after it are repeated."""
-        self._step = step
-        self._bar.n = step
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Show the metrics of this step; those of an evaluation get a line on a terminal too."""

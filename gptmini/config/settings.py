@@ -244,8 +244,6 @@ class TrainConfig(Section):
     """AdamW's decay rates of the two running averages."""
     grad_clip: Positive = 1.0
     """Scale gradients down to this total norm when it is larger."""
-    on_divergence: Literal["stop", "rewind"] = "stop"
-    """When the loss is not finite: stop, or rewind to the newest checkpoint and halve the rate."""
     reduce: Literal["auto", "exact", "fast"] = "auto"
     """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast. Shards are always fast;
     auto is exact on 2, 4 and 8 processes with whole models."""

@@ -21,7 +21,6 @@ CHANGEABLE_SETTINGS = {
     "train.steps",
     "train.warmup_steps",
     "train.patience",
-    "train.on_divergence",
     "train.eval_every",
     "train.save_every",
     "train.keep",

@@ -53,7 +53,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 CHECKPOINT_FORMAT_VERSION = 3
 TENSOR_FILE_KINDS = ("model", "optimizer")
 # Settings that runs of earlier versions name, and that no longer exist.
-GONE_SETTINGS = ("teacher",)
+GONE_SETTINGS = ("teacher", "train.on_divergence")
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 
 

@@ -46,10 +46,12 @@ class RunLog:
     def _open_after(self, step: int) -> None:
         """Open the file to append, without the lines of later steps and a line cut by a crash.
 
-        The steps after a checkpoint are made once more, and would be logged twice.
+        The steps after a checkpoint are made once more, and would be logged twice. A base is
+        evaluated once more, too, if no step was saved.
         """
+        last = step if step > 0 else -1
         if self._path.exists():
-            kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+            kept = [line for line in read_metrics(self._path) if line["step"] <= last]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             files.atomic_write_bytes(self._path, text.encode())
         self._file = self._path.open("a", encoding="utf-8")
@@ -69,11 +71,6 @@ class RunLog:
             except Exception as error:  # of any kind: a tracker must not stop the run
                 warn(f"train.log_to: {name} failed ({error!r}); continuing without it")
                 del self._trackers[name]
-
-    def rewind_to(self, step: int) -> None:
-        """Drop the lines after a step, because training returns to it."""
-        self._file.close()
-        self._open_after(step)
 
     def sync(self) -> None:
         """Make the lines written so far survive a power cut, as a checkpoint does."""
@@ -96,9 +93,6 @@ class NoLog(RunLog):
         pass
 
     def write(self, line: Metrics) -> None:
-        pass
-
-    def rewind_to(self, step: int) -> None:
         pass
 
     def sync(self) -> None:

@@ -11,12 +11,12 @@ import torch
 class Progress:
     """Contents of state.json: counters, the best evaluation, and what the bits depend on.
 
-    `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
-    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
-    `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
-    is that of Compute; `source` is what was imported, such as hf:OWNER/NAME@COMMIT or a path, also
-    for runs that began from that; `own_model` says that it was trained with a model of its owner's,
-    which no configuration describes.
+    `seconds` is the time of the updates, `elapsed` that of the commands; `best` is the best
+    evaluation; `corpus` and `tokenizer` are SHA-256 digests; `loss_scale` keeps gradients in the
+    range of float16 and is 1 for other types; `deterministic` is that of Compute; `source` is what
+    was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
+    `own_model` says that it was trained with a model of its owner's, which no configuration
+    describes.
     """
 
     corpus: str
@@ -30,7 +30,6 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     elapsed: float = 0.0
-    lr_scale: float = 1.0
     best: dict[str, Any] | None = None
     loss_scale: float = 1.0
     deterministic: bool = False

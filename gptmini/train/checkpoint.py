@@ -137,8 +137,6 @@ def restore_checkpoint(training: Training, checkpoint: Checkpoint) -> None:
     training.progress = saved
     training.saved_step = saved.step
     training.last_logged = (saved.step, saved.seconds)
-    training.recent_losses.clear()
-    training.first_update = None
     training.group.on_rank_zero(lambda: run.write_best(saved.best))
 
 

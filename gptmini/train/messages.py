@@ -198,8 +198,7 @@ def describe_divergence(training: Training, problem: str) -> str:
     where = describe_windows(training, training.step)
     return (
         f"{training.run.path}: {problem} after step {training.step}, in {where}; nothing "
-        f"of it was saved; lower train.lr and choose another --out, or set "
-        f"train.on_divergence=rewind"
+        f"of it was saved; lower train.lr and choose another --out"
     )
 
 

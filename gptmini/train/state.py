@@ -90,10 +90,8 @@ class Training:
     def compute_rate(self) -> float:
         """Return the learning rate of the next update."""
         if self.own.schedule is not None:
-            rate = self.own.schedule(self.step)
-        else:
-            rate = compute_learning_rate(self.config.train, self.step)
-        return rate * self.progress.lr_scale
+            return self.own.schedule(self.step)
+        return compute_learning_rate(self.config.train, self.step)
 
     @property
     def elapsed(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config
-from gptmini.console import TrainingProgressBar, iter_with_progress, say, warn
+from gptmini.console import TrainingProgressBar, iter_with_progress, say
 from gptmini.copies.find import find_sources
 from gptmini.copies.index import QUICK_TEXT_BYTES, build_index, decode_pieces
 from gptmini.errors import DivergedError, Stopped
@@ -27,7 +27,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import NoLog, RunLog
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.build import build_training
-from gptmini.train.checkpoint import create_or_resume, restore_checkpoint, save_checkpoint
+from gptmini.train.checkpoint import create_or_resume, save_checkpoint
 from gptmini.train.evaluate import evaluate
 from gptmini.train.messages import (
     describe_divergence,
@@ -47,7 +47,6 @@ MIN_SAMPLE_TOKENS = 20
 TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
 MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minutes again
-MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
 def train(plan: Plan, out: Path, own: OwnParts | None = None) -> bool:
@@ -84,7 +83,6 @@ def train(plan: Plan, out: Path, own: OwnParts | None = None) -> bool:
 
 def _log_base(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
     """Evaluate and log the weights that a run begins with."""
-    log.rewind_to(-1)  # a kill may have come after this line
     first = _time_evaluation(training)
     log.write(training.progress.to_metrics() | first)
     bar.show(first)
@@ -95,23 +93,17 @@ def _run_loop(
 ) -> None:
     """Make the steps that are left, or end early once the validation loss has stopped improving."""
     while not _is_finished(training):
-        stop = None
-        try:
-            _advance(training, log, bar)
-            if training.steps_follow_minutes:
-                _keep_to_minutes(training, bar)
-            # Once for each step: a signal that comes later waits for the end of the next one.
-            stop, save_requested = training.group.agree_on_signals(received)
-            if _is_save_due(training) or stop is not None or save_requested:
-                received.save = False
-                log.sync()  # so that the log never lags behind a checkpoint
-                started = time.perf_counter()
-                save_checkpoint(training)
-                training.saving_seconds = time.perf_counter() - started
-        except DivergedError as error:
-            if training.config.train.on_divergence == "stop":
-                raise
-            _rewind(training, log, bar, error)
+        _advance(training, log, bar)
+        if training.steps_follow_minutes:
+            _keep_to_minutes(training, bar)
+        # Once for each step: a signal that comes later waits for the end of the next one.
+        stop, save_requested = training.group.agree_on_signals(received)
+        if _is_save_due(training) or stop is not None or save_requested:
+            received.save = False
+            log.sync()  # so that the log never lags behind a checkpoint
+            started = time.perf_counter()
+            save_checkpoint(training)
+            training.saving_seconds = time.perf_counter() - started
         if stop is not None:
             raise Stopped(stop, describe_stopped(training, stop))
     if training.step < training.config.train.steps:
@@ -318,26 +310,3 @@ def _is_save_due(training: Training) -> bool:
     is_best = best is not None and best["step"] == step
     is_due = step % training.config.train.save_every == 0
     return is_due or is_best or _is_finished(training)
-
-
-def _rewind(
-    training: Training, log: RunLog, bar: TrainingProgressBar, error: DivergedError
-) -> None:
-    """Return to the newest checkpoint at half the learning rate; raises if that cannot help.
-
-    A run that is killed after this and resumed reaches the same step, diverges and rewinds again.
-    """
-    scale = training.progress.lr_scale / 2
-    checkpoint = training.checkpoints.load_newest()
-    if checkpoint is None or scale < MIN_LR_SCALE:
-        raise error
-    restore_checkpoint(training, checkpoint)
-    training.progress.lr_scale = scale
-    training.model.zero_grad()
-    if training.progress.best is None:  # the weights of a base are saved before they are evaluated
-        evaluate_validation(training)
-        training.group.on_rank_zero(lambda: training.run.write_best(training.progress.best))
-    log.rewind_to(training.step)
-    bar.rewind_to(training.step)
-    reason = error.lines[0].split(";")[0]
-    warn(f"{reason}; rewinding to step {training.step} at {scale:g} of the learning rate")

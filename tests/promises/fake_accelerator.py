@@ -160,7 +160,7 @@ class Stage:
         self.group = Group()
         self.own = OwnParts()
         self.optimizer = Optimizer(model, config.train)
-        self.progress = type("Progress", (), {"lr_scale": 1.0, "loss_scale": 1.0})()
+        self.progress = type("Progress", (), {"loss_scale": 1.0})()
 
 
 def count_token(name: str, n_texts: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gptmini import files
 from gptmini.config import load
 from gptmini.config.load import list_config_files
 from gptmini.config.settings import Config
-from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
+from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.runs import tensors
@@ -360,65 +360,6 @@ def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
     monkeypatch.setattr(trainer, "train_step", ask)
     train(config)
     assert saved == [3, 6]
-
-
-def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
-    """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
-
-    def unstable(training: Any) -> Any:
-        bad = training.step == 4 and training.progress.lr_scale > limit
-        factor = float("nan") if bad else 1.0
-        monkeypatch.setattr(GPT, "compute_loss", lambda *a: COMPUTE_LOSS(*a) * factor)
-        return update(training)
-
-    update = trainer.train_step
-    monkeypatch.setattr(trainer, "train_step", unstable)
-
-
-def test_a_run_that_diverges_rewinds_and_continues_at_a_lower_rate(
-    train, config, monkeypatch, capsys
-):
-    config = tiny(
-        data={"path": config.data.path},
-        model={"dropout": 0.2},
-        train=TRAIN | {"on_divergence": "rewind"},
-    )
-    diverging(monkeypatch, 0.25)
-    whole = train(config, "whole")
-    assert capsys.readouterr().err.count("; rewinding to step 4 at 0.") == 2
-    assert [line["step"] for line in result(whole)[1]] == [1, 2, 3, 4, 5, 6]
-    found = whole.load_newest()
-    assert found is not None
-    assert found.state["lr_scale"] == 0.25
-    with monkeypatch.context() as patch:
-        update = trainer.train_step
-
-        def kill(training: Any) -> Any:
-            if training.step == 5:
-                raise Killed
-            return update(training)
-
-        patch.setattr(trainer, "train_step", kill)
-        with pytest.raises(Killed):
-            train(config)
-    assert result(train(config)) == result(whole)
-
-
-def test_a_rewind_takes_back_the_metrics_after_the_checkpoint(train, config, monkeypatch):
-    settings = TRAIN | {"on_divergence": "rewind", "save_every": 3}
-    diverging(monkeypatch, 0.5)  # at step 5, after the checkpoint of step 3
-    run = train(tiny(data={"path": config.data.path}, train=settings))
-    lines = result(run)[1]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    rates = [line["lr"] / config.train.lr for line in lines]
-    assert rates[3] <= 0.5  # of the second time
-
-
-def test_a_run_that_diverges_at_any_rate_ends(train, config, monkeypatch):
-    config = tiny(data={"path": config.data.path}, train=TRAIN | {"on_divergence": "rewind"})
-    diverging(monkeypatch, 0)
-    with pytest.raises(DivergedError, match=r"loss nan.* in the windows at tokens \d+, "):
-        train(config)
 
 
 def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys):

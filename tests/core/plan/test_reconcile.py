@@ -17,14 +17,7 @@ from gptmini import console
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergedError,
-    GptminiError,
-    Stopped,
-)
+from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError, Stopped
 from gptmini.generate.run import load_run
 from gptmini.plan import minutes, reconcile, settle
 from gptmini.plan.settle import make_plan
@@ -138,40 +131,6 @@ def test_if_tuning_only_harms_the_base_remains_the_best(base, text_file, tune, t
     best = load_run(run.path, "cpu", "float32", tmp_path / "cache")
     assert best.step == 0
     assert torch.equal(best.model.embed.weight, base.load_best().model["embed.weight"])
-
-
-def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
-    base, text_file, tune, tmp_path, monkeypatch
-):
-    settings = STEPS | {"lr": 5.0, "muon_lr": 5.0, "keep": 1, "save_every": 6, "eval_every": 6}
-    settings |= {"on_divergence": "rewind"}
-    config = on(base, text_file, train=settings)
-    with monkeypatch.context() as patch:
-        begin = trainer.create_or_resume
-
-        def slower(training: Any, existing: Config | None) -> None:
-            begin(training, existing)
-            training.progress.lr_scale = 0.5
-
-        patch.setattr(trainer, "create_or_resume", slower)
-        straight = tune(config, "straight")
-    update = trainer.train_step
-
-    def diverging(training: Any) -> Any:
-        if training.step == 3 and training.progress.lr_scale == 1:
-            raise DivergedError("loss nan")
-        return update(training)
-
-    monkeypatch.setattr(trainer, "train_step", diverging)
-    run = tune(config)
-    assert result(run) == result(straight)
-    assert sorted(run.list_steps()) == [0, 6]
-    for each in (run, straight):
-        best = json.loads((each.path / "best.json").read_text())
-        first = json.loads(each.metrics_file.read_text().splitlines()[0])
-        assert (best["step"], best["val_loss"]) == (0, first["val_loss"])
-    found = load_run(run.path, "cpu", "float32", tmp_path / "cache")
-    assert torch.equal(found.model.embed.weight, base.load_best().model["embed.weight"])
 
 
 class Killed(BaseException):

@@ -75,7 +75,6 @@ OTHER_VALUES: dict[str, Any] = {
     "train.weight_decay": 0.05,
     "train.betas": [0.9, 0.95],
     "train.grad_clip": 0.5,
-    "train.on_divergence": "rewind",
     "train.reduce": "exact",
     "train.gradient_checkpointing": True,
     "train.deterministic": "on",

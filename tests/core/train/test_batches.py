@@ -134,7 +134,7 @@ def test_a_batch_that_was_read_ahead_is_the_same_and_no_other(monkeypatch):
     monkeypatch.setattr(data, "_read_batch", lambda step: reads.append(step) or read(step))
     data.read_ahead(3)
     assert reads == [3]
-    for step in (2, 3, 3):  # another step, as after a rewind; then the one that was read; again
+    for step in (2, 3, 3):  # another step; then the one that was read; again
         for ours, right in zip(data.get_batch(step), make().get_batch(step), strict=True):
             assert torch.equal(ours, right)
     assert reads == [3, 2, 3]

@@ -24,7 +24,7 @@ from gptmini.plan.reconcile import check_same_settings
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
-from gptmini.train import build, state, trainer
+from gptmini.train import build, trainer
 from gptmini.train.checkpoint import create_run, save_checkpoint
 from gptmini.train.messages import say_header_lines
 from tests.support import prepared, tiny
@@ -212,37 +212,6 @@ def test_a_resumed_run_logs_the_speed_since_it_was_saved(train, text_file, monke
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 4, 5, 8]
     assert lines[-1]["tokens_per_second"] == round(3 * 64 / (6 + 7 + 8), 1)
-
-
-def test_after_a_rewind_the_losses_before_it_make_no_spikes(train, text_file, monkeypatch, capsys):
-    """The loss has long been low when step 25 diverges; where the run begins again it is high."""
-    monkeypatch.setattr(state, "RECENT_LOSSES", 20)
-    update = trainer.train_step
-    has_diverged = False
-
-    def diverge_once(training: Any) -> Any:
-        nonlocal has_diverged
-        if training.step == 25 and not has_diverged:
-            has_diverged = True
-            raise DivergedError("loss nan; lower train.lr")
-        return update(training) | {"train_loss": 9.0 if training.step < 4 else 3.0}
-
-    monkeypatch.setattr(trainer, "train_step", diverge_once)
-    for steps in (2, 27):  # so that the only checkpoint is of step 2
-        settings = {"steps": steps, "eval_every": 100, "save_every": 100}
-        config = tiny(data={"path": str(text_file)}, train=settings | {"on_divergence": "rewind"})
-        train(config)
-    said = capsys.readouterr().err
-    assert "loss nan; rewinding to step 2 at 0.5 of the learning rate" in said
-    assert "the windows at" not in said
-
-
-def test_the_rate_is_scaled_after_a_rewind(text_file, tmp_path):
-    training = prepared(tiny(data={"path": str(text_file)}), tmp_path / "run", tmp_path / "cache")
-    training.progress.lr_scale = 0.25
-    rates: list[float] = []
-    training.optimizer.step = rates.append  # type: ignore[method-assign]
-    assert trainer.train_step(training)["lr"] == rates[0] == training.config.train.lr / 4
 
 
 def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
