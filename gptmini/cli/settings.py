@@ -1,10 +1,22 @@
 """`gptmini settings`: list the settings that --set and YAML files take."""
 
+import json
 import shutil
 import textwrap
+from collections.abc import Iterator
+from typing import Any
 
 from gptmini.cli.options import argument
 from gptmini.errors import ConfigError
+
+TYPE_NAMES = {
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "mapping",
+    "null": "null",
+}
 
 
 def list_settings(
@@ -12,14 +24,11 @@ def list_settings(
 ) -> None:
     """List the settings that --set and YAML files take."""
     from gptmini import console
-    from gptmini.config import listing, load
+    from gptmini.config import load
     from gptmini.config.settings import Config
 
-    width = max(40, min(100, shutil.get_terminal_size().columns))
-    listed = {}
-    for section, _, settings in listing.iter_sections(Config.model_json_schema()):
-        for setting in settings:
-            listed[f"{section}.{setting.name}"] = setting
+    schema = Config.model_json_schema()
+    listed = dict(_iter_settings("", schema, schema["$defs"]))
     chosen = list(listed)
     if name is not None:
         chosen = [key for key in listed if f".{name}." in f".{key}." or name == f"{key}."]
@@ -30,10 +39,44 @@ def list_settings(
             remedy = load.suggest_key(leaf) or "gptmini settings lists all"
             raise ConfigError(f"{name}: no such setting; {remedy}")
         chosen = [known]
+    width = max(40, min(100, shutil.get_terminal_size().columns))
     lines = []
     for key in chosen:
         setting = listed[key]
-        head = f"{key}: {setting.kind} (default: {setting.default})"
-        lines.append(head.replace("`", ""))
-        lines += [f"    {line}" for line in textwrap.wrap(setting.meaning, width - 4)]
+        lines.append(f"{key}: {_describe_type(setting)} (default: {_describe_default(setting)})")
+        meaning = textwrap.wrap(setting["description"], width - 4)
+        lines += [f"    {line}" for line in meaning]
     console.stream_to_stdout(f"{line}\n" for line in lines)
+
+
+def _iter_settings(
+    prefix: str, section: dict[str, Any], sections: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key and the JSON schema of each setting, those of inner sections last."""
+    for name, setting in sorted(section["properties"].items(), key=lambda item: "$ref" in item[1]):
+        if "$ref" in setting:
+            inner = sections[setting["$ref"].rpartition("/")[2]]
+            yield from _iter_settings(f"{prefix}{name}.", inner, sections)
+        else:
+            yield prefix + name, setting
+
+
+def _describe_default(setting: dict[str, Any]) -> str:
+    if "default" not in setting:
+        return "computed"
+    value = setting["default"]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _describe_type(setting: dict[str, Any]) -> str:
+    if "anyOf" in setting:
+        return " or ".join(map(_describe_type, setting["anyOf"]))
+    if "enum" in setting:
+        return ", ".join(setting["enum"])
+    if setting["type"] == ["string", "array"]:
+        return "text or list"
+    if setting["type"] == "array":
+        return f"list of {_describe_type(setting['items'])}"
+    return TYPE_NAMES[setting["type"]]

@@ -2,6 +2,5 @@
 
 Read settings.py first, every key with its meaning; then load.py, which makes one checked
 configuration of what was stated. section.py has the checked types, yamlfile.py strict YAML,
-aliases.py the names of other projects, and listing.py prints every key. Nothing here loads torch, a
-text or a model.
+aliases.py the names of other projects. Nothing here loads torch, a text or a model.
 """
