@@ -8,6 +8,7 @@ and the directory that holds it is synced.
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -266,6 +267,13 @@ def write_and_sync(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         file.writelines(pieces)
         file.flush()
         sync(file.fileno())
+
+
+def sync_and_hash(path: Path) -> str:
+    """Sync a file that another library wrote, and return the SHA-256 of its bytes."""
+    with name_in_errors(path), path.open("rb+") as file:  # Windows syncs only what can be written
+        sync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

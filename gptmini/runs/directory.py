@@ -43,9 +43,9 @@ from gptmini.runs.tensors import (
     RowSlice,
     ShardSpec,
     Tensors,
+    check_file,
     list_files,
     read_checkpoint_json,
-    read_verified,
 )
 from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -393,7 +393,7 @@ class RunDirectory:
             for kind in TENSOR_FILE_KINDS:
                 names += list_files(kind, folder, manifest)
             for name in names:
-                read_verified(folder / name, manifest)
+                check_file(folder / name, manifest)
             return True
         except CheckpointError:
             return False
@@ -427,7 +427,7 @@ class RunDirectory:
         """Read what a checkpoint says of itself: the state, and the sizes and hashes of files."""
         folder = self._get_folder(step)
         manifest = read_checkpoint_json(folder / "manifest.json")
-        read_verified(folder / "state.json", manifest)
+        check_file(folder / "state.json", manifest)
         state = read_checkpoint_json(folder / "state.json")
         if state.get("format") != CHECKPOINT_FORMAT_VERSION or state.get("step") != step:
             raise CheckpointError(

@@ -11,16 +11,16 @@ the SHA-256 of every file, the old checkpoint whole wherever a save is killed) n
 """
 
 import hashlib
-import io
-import json
-import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptmini import files
@@ -29,15 +29,10 @@ from gptmini.errors import CheckpointError, describe_os_error
 Tensors = dict[str, Tensor]
 NamedTensors = Iterable[tuple[str, Tensor]]
 Manifest = dict[str, Any]
-DTYPE_NAMES = {  # in a safetensors file
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.int64}  # of what is written here
 # What damaged names, numbers and shapes make Python and torch raise.
 DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
+OS_ERROR = re.compile(r"os error ([0-9]+)")
 SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
@@ -83,49 +78,29 @@ def describe_file(data: bytes) -> dict[str, Any]:
 def write_tensors(
     path: Path, tensors: Tensors, metadata: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Write and sync a safetensors file, and return its entry in the manifest.
-
-    Writing takes no memory but that of one tensor, where tensors are on an accelerator. The
-    library's own `save` holds all of them twice; its `save_file` computes no digest, and hides
-    what the system says of a full disk.
-    """
-    digest = hashlib.sha256()
-    size = 0
-
-    def iter_hashed() -> Iterator[memoryview]:
-        nonlocal size
-        for piece in _iter_pieces(tensors, metadata):
-            digest.update(piece)
-            size += len(piece)
-            yield piece
-
-    files.write_and_sync(path, iter_hashed())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    """Write and sync a safetensors file, and return its entry in the manifest."""
+    try:
+        safetensors.torch.save_file(_prepare_to_save(tensors), path, metadata)
+    except SafetensorError as error:
+        # The library wraps what the system says, of a full disk for example.
+        number = OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    digest = files.sync_and_hash(path)
+    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _iter_pieces(tensors: Tensors, metadata: dict[str, str] | None) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file: its header's length, its header, then the tensors.
-
-    Wider numbers come first, so that each begins at a multiple of its own size.
-    """
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        start = end
-        end += tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        flat = tensors[name].detach().cpu().contiguous().flatten()
-        yield flat.view(torch.uint8).numpy().data
+def _prepare_to_save(tensors: Tensors) -> Tensors:
+    """Return tensors as the library takes them: on the CPU, dense, and none shares its memory."""
+    prepared = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        storage = dense.untyped_storage().data_ptr()
+        prepared[name] = dense.clone() if storage in storages else dense
+        storages.add(storage)
+    return prepared
 
 
 def write_shard(
@@ -243,50 +218,17 @@ def _join_slices(where: str, slices: list[RowSlice], spec: ShardSpec) -> Tensor:
 
 
 def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
-    """Read a file once; CheckpointError unless the very bytes that were read match the manifest.
-
-    Each tensor is read into memory of its own. The library's own `load` holds all of them twice.
-    """
-    check_size(path, manifest)
-    size = manifest[path.name]["bytes"]
-    tensors = {}
+    """Read a file; CheckpointError if it does not match the manifest."""
+    check_file(path, manifest)
     try:
-        with files.open_regular(path) as file:
-            assert isinstance(file, io.BufferedReader)
-            start = file.read(8)
-            header = file.read(min(int.from_bytes(start, "little"), size))
-            digest = hashlib.sha256(start + header)
-            for name, dtype, shape in _parse_header(header, size):
-                tensor = torch.empty(shape, dtype=dtype)
-                data = tensor.flatten().view(torch.uint8).numpy().data
-                file.readinto(data)
-                digest.update(data)
-                tensors[name] = tensor
-        if digest.hexdigest() != manifest[path.name]["sha256"]:
-            raise ValueError("its contents do not match the manifest")
-    except (OSError, *DAMAGE) as error:
+        with safe_open(path, "pt") as file:
+            # Copied: the library's own tensors are the file itself, which may be deleted or cut.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if strange := {tensor.dtype for tensor in tensors.values()} - DTYPES:
+            raise ValueError(f"numbers of type {strange.pop()}")
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
     return tensors
-
-
-def _parse_header(header: bytes, size: int) -> list[tuple[str, torch.dtype, list[int]]]:
-    """List the tensors of a safetensors file of `size` bytes: name, type and shape.
-
-    They lie one behind the other. For a damaged header it may raise anything, but never lists more
-    than `size` bytes.
-    """
-    entries = json.loads(header)
-    entries.pop("__metadata__", None)
-    listed = []
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = DTYPES[entry["dtype"]]
-        begin = end
-        end += math.prod(entry["shape"]) * dtype.itemsize
-        if entry["data_offsets"] != [begin, end] or end > size:
-            raise ValueError(f"tensor {name} is not where it should be")
-        listed.append((name, dtype, entry["shape"]))
-    return listed
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:
@@ -308,16 +250,16 @@ def check_size(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
 
 
-def read_verified(path: Path, manifest: Manifest) -> bytes:
-    """Read the bytes of a file; CheckpointError if they do not match the manifest."""
+def check_file(path: Path, manifest: Manifest) -> None:
+    """CheckpointError if a file does not have the bytes that the manifest says."""
     check_size(path, manifest)
     try:
-        data = files.read_regular(path)
-        if hashlib.sha256(data).hexdigest() != manifest[path.name]["sha256"]:
+        with files.open_regular(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        if digest != manifest[path.name]["sha256"]:
             raise ValueError("its contents do not match the manifest")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
-    return data
 
 
 def find_infinite(tensors: Tensors) -> str:

@@ -98,7 +98,7 @@ def full(rank: int) -> None:
         assert rank == 0
         raise OSError(28, "No space left on device")
 
-    files.write_and_sync = failing
+    files.sync_and_hash = failing
 
 
 def silent(rank: int) -> None:

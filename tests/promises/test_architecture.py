@@ -43,7 +43,7 @@ DOORS = {  # the only modules that import a library
     "urllib": {"data.fetch"},
     "huggingface_hub": {"hub"},
     "tqdm": {"console"},
-    "safetensors": {"extras.interop.huggingface"},
+    "safetensors": {"runs.tensors", "extras.interop.huggingface"},
     "gguf": {"extras.interop.gguf"},
     "transformers": {"extras.interop.export"},
     "xllamacpp": {"extras.interop.export"},

@@ -90,6 +90,7 @@ class Disk:
             (os, "fsync"),
             (os, "open"),
             (shutil, "rmtree"),
+            (safetensors.torch, "save_file"),
             (files, "write_and_sync"),
             (files, "sync_directory"),
             (Path, "mkdir"),
@@ -165,9 +166,7 @@ def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutan
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
     elif mutant == "no check":  # of what a power cut has left of files that were not synced
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
-        monkeypatch.setattr(tensors, "read_verified", lambda path, _: path.read_bytes())
-        unverified = safetensors.torch.load_file
-        monkeypatch.setattr(tensors, "_load_tensors", lambda path, _: unverified(path))
+        monkeypatch.setattr(tensors, "check_file", lambda path, _: None)
     elif mutant == "no rename":
         monkeypatch.setattr(files, "atomic_write_bytes", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":
@@ -230,7 +229,13 @@ def _failing(patch: pytest.MonkeyPatch, at: int, number: int) -> list[int]:
 
         return call
 
-    for owner, name in [(os, "replace"), (os, "fsync"), (files, "write_and_sync"), (Path, "mkdir")]:
+    for owner, name in [
+        (os, "replace"),
+        (os, "fsync"),
+        (files, "sync_and_hash"),
+        (files, "write_and_sync"),
+        (Path, "mkdir"),
+    ]:
         patch.setattr(owner, name, counted(getattr(owner, name)))
     return calls
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from gptmini import files
@@ -60,7 +61,14 @@ def test_the_newest_two_and_the_best_are_kept(run: RunDirectory):
 
 
 shutil_rmtree = shutil.rmtree
-CALLS = ("write_and_sync", "rename", "sync_directory", "remove_tree", "atomic_write_bytes")
+CALLS = (
+    "write_and_sync",
+    "sync_and_hash",
+    "rename",
+    "sync_directory",
+    "remove_tree",
+    "atomic_write_bytes",
+)
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
@@ -68,19 +76,22 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
     count = 0
 
     def counted(function):
-        def call(path: Path, *rest, **options) -> None:
+        def call(path: Path, *rest, **options) -> object:
             nonlocal count
             count += 1
             if count == number:
                 if not before and function.__name__ == "write_and_sync":
                     data = b"".join(rest[0])
                     path.write_bytes(data[: len(data) // 2])
+                elif not before and function.__name__ == "sync_and_hash":
+                    data = path.read_bytes()
+                    path.write_bytes(data[: len(data) // 2])
                 elif not before and function is shutil_rmtree:
                     next(path.iterdir()).unlink()
                 elif not before:
                     function(path, *rest, **options)
                 raise Killed
-            function(path, *rest, **options)
+            return function(path, *rest, **options)
 
         return call
 
@@ -331,6 +342,24 @@ def test_files_by_others_with_matching_hashes_are_refused_as_damaged(run: RunDir
         run.load_newest()
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"step-00000007.*(manifest|state)\.json"):
+        run.load_newest()
+
+
+@pytest.mark.parametrize("rewritten", [b"", b"\xff" * 8 + b"{}", b"F8"])
+def test_tensors_by_others_with_matching_hashes_are_refused_as_damaged(
+    run: RunDirectory, rewritten: bytes
+):
+    run.save(checkpoint(7))
+    file = run.checkpoints / "step-00000007" / "model.safetensors"
+    if rewritten.startswith(b"F8"):  # numbers that torch can hardly compute with
+        small = {"a": torch.zeros(5, dtype=torch.float8_e4m3fn)}
+        rewritten = safetensors.torch.save(small)
+    file.write_bytes(rewritten)
+    manifest = json.loads((file.parent / "manifest.json").read_bytes())
+    digest = hashlib.sha256(rewritten).hexdigest()
+    manifest[file.name] = {"bytes": len(rewritten), "sha256": digest}
+    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged"):
         run.load_newest()
 
 
