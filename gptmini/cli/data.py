@@ -1,12 +1,10 @@
-"""`gptmini data`: download, prepare and check texts."""
+"""`gptmini data`: download and prepare texts."""
 
-import json
 from pathlib import Path
 
 import typer
 
 from gptmini.cli.options import (
-    AsJson,
     Assignments,
     Cache,
     ConfigName,
@@ -19,7 +17,7 @@ from gptmini.cli.options import (
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
-data_app = typer.Typer(help="Download, prepare and check texts.")
+data_app = typer.Typer(help="Download and prepare texts.")
 
 
 @data_app.command("fetch")
@@ -64,33 +62,3 @@ def prepare(
         return
     prepared_corpus = corpus.prepare_corpus(settings, cache)
     print(prepared_corpus.format_summary(settings.tokenizer.kind))
-
-
-@data_app.command("check")
-def check(
-    config: ConfigName = None,
-    data: Data = None,
-    errors: Errors = None,
-    assignments: Assignments = None,
-    as_json: AsJson = False,
-    cache: Cache = DEFAULT_CACHE_DIR,
-) -> None:
-    """Measure how much a text repeats itself, above all its held-out part the training part.
-
-    Where that is much, a low loss says that the model remembers the text.
-    """
-    from gptmini.console import say, show_elapsed
-    from gptmini.copies.index import decode_pieces
-    from gptmini.copies.overlap import measure_overlap
-    from gptmini.copies.training_text import open_index
-    from gptmini.data import corpus
-
-    settings = build_config(config, data, errors, assignments=assignments)
-    prepared = corpus.prepare_corpus(settings, cache)
-    say(prepared.format_summary(settings.tokenizer.kind))
-    index = open_index(Path("run"), settings, prepared.tokenizer, prepared.content, cache)
-    labels = [""] * len(prepared.validation)
-    held_out = decode_pieces(prepared.validation, labels, prepared.tokenizer)
-    with show_elapsed("comparing"):
-        overlap = measure_overlap(index, held_out)
-    print(json.dumps(overlap.to_dict()) if as_json else overlap.describe())

@@ -6,7 +6,6 @@ What can be wrong with the command line is checked before torch is loaded and th
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +30,7 @@ from gptmini.cli.options import (
     resolve_run,
 )
 from gptmini.cli.pretrained import import_once, locate_run
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
@@ -116,13 +115,8 @@ def train(
 
 
 def _show_sample(run: "Run", plan: "Plan", end: float) -> None:
-    """Print what the model writes until a moment of `time.perf_counter`, and how much it copied.
-
-    What compressors make of the held-out text is a scale for the model's own bits per byte.
-    """
+    """Print what the model writes until a moment of `time.perf_counter`."""
     from gptmini.console import say, stream_to_stdout
-    from gptmini.copies.index import QUICK_TEXT_BYTES
-    from gptmini.train.evaluate_run import measure_compressors
 
     corpus = plan.corpus
     question = corpus.read_question() if corpus.has_ignored else []
@@ -130,23 +124,8 @@ def _show_sample(run: "Run", plan: "Plan", end: float) -> None:
     say(f"\n{sample} from the best checkpoint, step {run.step}:\n")
     special = run.tokenizer.special_tokens.values()
     shown = run.decode([token for token in question if token not in special])
-    written: list[str] = []
     texts = (characters for _, characters in run.start([question]))
-    stream_to_stdout(chain([shown], _keep(_take_until(end, texts), written), ["\n"]))
-    if sum(file.text_bytes for file in corpus.training) > QUICK_TEXT_BYTES:
-        return
-    with suppress(DataError):  # standard input, or a text that has changed meanwhile
-        say(f"\n{run.find_sources(''.join(written)).describe()}")
-    figures = [f"{name} {figure:.3f}" for name, figure in measure_compressors(corpus).items()]
-    if figures:
-        say(f"bits/byte of compressors that have read the same text: {', '.join(figures)}")
-
-
-def _keep(texts: Iterable[str], kept: list[str]) -> Iterator[str]:
-    """Yield texts, and add them to a list."""
-    for text in texts:
-        kept.append(text)
-        yield text
+    stream_to_stdout(chain([shown], _take_until(end, texts), ["\n"]))
 
 
 def _take_until(end: float, texts: Iterable[str]) -> Iterator[str]:

@@ -157,7 +157,6 @@ def _write_numbers(axis: Any, weights: Array) -> None:
 def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Figure:
     """Draw the metrics of runs against tokens seen: losses, learning rate, speed, gradient norm.
 
-    Beside the losses, dotted, what share of each sample stands in the training text.
     With `in_bits`, losses are those of validation in bits per byte, which do not depend on the
     tokenizer.
     """
@@ -180,7 +179,6 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
         validation = _select_points(lines, "val_bpb" if in_bits else "val_loss")
         draw_line(loss_axis, validation, ".-", color=color, label=f"{name}, validation")
 
-    _draw_copied(loss_axis, runs)
     loss_unit = "bits per byte" if in_bits else "nats per token"
     loss_axis.set_title(f"loss ({loss_unit})", fontsize=10)
     lr_axis.set_title("learning rate", fontsize=10)
@@ -199,20 +197,6 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
         axis.set_xlabel(tokens_label)
     loss_axis.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _draw_copied(loss_axis: Any, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw the shares that samples copy on an axis at the right, for runs that have logged them."""
-    copied = [_select_points(lines, "copied") for lines in runs.values()]
-    if not any(copied):
-        return
-    axis = loss_axis.twinx()
-    for number, points in enumerate(copied):
-        in_percent = [(tokens, 100 * share) for tokens, share in points]
-        draw_line(axis, in_percent, ":", color=f"C{number % 10}")
-    axis.set_ylim(0, 100)
-    axis.set_ylabel("% of samples copied (dotted)", fontsize=8)
-    hide_borders(axis)
 
 
 def _scale_by_logarithm(axis: Any) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gptmini.console import format_count, warn
+from gptmini.console import warn
 from gptmini.errors import CheckpointError, MachineError
 from gptmini.figures import page, plots
 from gptmini.files import atomic_write_bytes
@@ -70,9 +70,6 @@ def _describe_evaluation(line: dict[str, Any]) -> str:
     text = f"step {line['step']:,}"
     for (bits,) in select_numbers([line], "val_bpb"):
         text += f", {bits:.4f} bits per byte"
-    for share, longest in select_numbers([line], "copied", "longest_copy"):
-        text += f", {100 * share:.0f} % copied from the training text"
-        text += f", at most {format_count(longest, 'character')} in a row" if longest else ""
     return text
 
 
@@ -126,10 +123,6 @@ def _build_curves(logged: RunMetrics, in_bits: bool) -> page.PageItem:
         page.build_chart("Speed", x_label, "tokens per second", speeds, zero=True),
         page.build_chart("Gradient norm", x_label, "before clipping", norms, "y"),
     ]
-    copied = _build_series(logged, "copied", "samples", "line")
-    if any(series["points"] for series in copied):
-        label = "share that stands in the training text"
-        charts.insert(1, page.build_chart("Copied", x_label, label, copied, zero=True))
     return page.build_charts(charts, "Curves")
 
 

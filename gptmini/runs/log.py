@@ -24,7 +24,6 @@ Metrics = dict[str, Any]
 ALL_OR_NONE_KEYS = (
     {"train_loss", "lr", "grad_norm", "tokens_per_second"},
     {"val_loss", "val_bpb", "sample", "peak_memory"},
-    {"copied", "longest_copy"},
 )
 Tracker = tuple[Callable[[Metrics], object], Callable[[], object]]  # write, close
 

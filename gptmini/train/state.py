@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.copies.index import TextIndex
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.checkpoint_store import CheckpointStore
 from gptmini.distributed.gradients import Gradients
@@ -78,7 +77,6 @@ class Training:
     last_logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
     evaluation_seconds: float = 0.0  # of the last evaluation
     saving_seconds: float = 0.0  # of the last checkpoint
-    text_index: TextIndex | None = None  # of the training text, once a sample was searched in it
     # Step and seconds after this command's first update, which allocates for all the others.
     first_update: tuple[int, float] | None = None
 

@@ -13,8 +13,6 @@ from typing import Any
 from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.console import TrainingProgressBar, iter_with_progress, say
-from gptmini.copies.find import find_sources
-from gptmini.copies.index import QUICK_TEXT_BYTES, build_index, decode_pieces
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
@@ -144,7 +142,7 @@ def _time_evaluation(training: Training) -> dict[str, Any]:
     started = time.perf_counter()
     metrics = evaluate_and_sample(training)
     training.evaluation_seconds = time.perf_counter() - started
-    return metrics | _measure_copies(training, metrics["sample"])
+    return metrics
 
 
 def evaluate_and_sample(training: Training) -> dict[str, Any]:
@@ -211,25 +209,6 @@ def generate_sample(training: Training) -> str:
             if time.perf_counter() - started > seconds:
                 break
     return text.text
-
-
-def _measure_copies(training: Training, sample: str) -> dict[str, Any]:
-    """Return how much of a sample stands in the training text, and its longest copy.
-
-    Only for a text that is indexed in about a second. It is decoded from its tokens, as its files
-    may be gone.
-    """
-    corpus = training.corpus
-    text_bytes = sum(file.text_bytes for file in corpus.training)
-    if training.group.rank > 0 or training.own.batches or text_bytes > QUICK_TEXT_BYTES:
-        return {}
-    if training.text_index is None:
-        labels = [""] * len(corpus.training)
-        pieces = decode_pieces(corpus.training, labels, corpus.tokenizer)
-        training.text_index = build_index(pieces)
-    sources = find_sources(training.text_index, sample)
-    longest = sources.longest.length if sources.longest else 0
-    return {"copied": round(sources.share, 4), "longest_copy": longest}
 
 
 def _limit_sample_tokens(config: Config) -> int:

@@ -32,7 +32,6 @@ EVALUATION_KEYS = (
 DECODE_STEPS_PER_TEXT = 32
 MIN_TIMING_SECONDS = 0.05  # a shorter timing measures the scheduler of the machine
 TIMING_ROUNDS = 5
-LAST_SAMPLES = 5  # of training, whose copies are averaged; one alone has 120 tokens
 
 
 def measure_variants(
@@ -108,7 +107,6 @@ def _measure_run(
     speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")]
     speeds = speeds[1:]  # the first includes the start of the run
     seconds = [second for (second,) in select_numbers(lines, "seconds")]
-    copied = [share for (share,) in select_numbers(lines, "copied")][-LAST_SAMPLES:]
     peaks = [peak for (peak,) in select_numbers(lines, "peak_memory")]
     return RunMeasurement(
         path=str(run.path),
@@ -123,7 +121,6 @@ def _measure_run(
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=seconds[-1] if seconds else 0.0,
         peak_memory=max(peaks, default=0) or None,
-        copied=statistics.mean(copied) if copied else None,
         history=select_numbers(lines, "tokens", "seconds", "val_bpb"),
     )
 

@@ -20,8 +20,7 @@ class RunMeasurement:
     Losses are those of its best checkpoint, in float32; memory is in bytes. `text` identifies the
     text that losses were measured on, `split` is the part of the run's own text that it is, or
     None; its windows of `seq_len` tokens are `stride` apart. `made_of` identifies all that losses
-    depend on. `copied` is the share of the last samples that stands in the text trained on, where
-    that was logged. `history` has tokens seen, seconds and bits per byte at each evaluation during
+    depend on. `history` has tokens seen, seconds and bits per byte at each evaluation during
     training.
     """
 
@@ -41,7 +40,6 @@ class RunMeasurement:
     tokens_per_second: float | None
     seconds: float
     peak_memory: int | None
-    copied: float | None
     history: list[tuple[int, float, float]]
 
 
@@ -153,8 +151,6 @@ def build_rows(variants: list[Variant], full: bool) -> list[list[str]]:
             cells["KV bytes per token"] = f"{variant.cache_bytes_per_token:,}"
             cells["decode tok/s at 1/4, 1/2 of context"] = ", ".join(speeds[:-1])
             cells["peak MiB"] = _format_mean(peak_mib, ",.0f")
-            percents = [100 * share for share in variant.list_figures("copied")]
-            cells["% copied"] = _format_mean(percents, ".0f")
         rows.append(cells)
     headings = list(rows[0])
     return [headings, *(list(cells.values()) for cells in rows)]

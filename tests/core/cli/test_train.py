@@ -20,7 +20,6 @@ def test_train_then_generate(gptmini, text_file: Path):
     assert code == 0, err
     assert out  # the sample
     assert "runs/text" in err
-    assert re.search(r"(?m)^bits/byte of compressors .* xz \d\.\d{3}", err)
     assert re.search(r"(?s)step 4/4 100%  loss \d.*step 4/4 100%  val \d.*bits/byte", err)
     assert "\r" not in err  # no progress bar where nobody looks
     code, out, err = gptmini("generate", "--prompt", "The ", "--max-new-tokens", "5")
@@ -99,7 +98,6 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     words = ["train", "--data", str(text_file), *SMALL]
     code, _, err = gptmini(*words)
     assert (code, "sample from the best checkpoint" in err) == (0, True)
-    assert "of this text stand" in err  # what the sample copied
     assert "0:00" not in next(line for line in err.splitlines() if line.startswith("  run "))
     code, _, err = gptmini(*words)
     assert (code, "already finished" in err) == (0, True)

@@ -41,14 +41,11 @@ def test_a_page_has_the_runs_and_their_curves(runs):
         "runs/b",
     ]
     assert "mqa 4:1" in table["rows"][1]
-    loss, copied, lr, *_ = charts["items"]
+    loss, lr, *_ = charts["items"]
     logged = list(read_metrics(Path("runs/b/metrics.jsonl")))
     lines = {line["name"]: line["points"] for line in loss["series"]}
     assert lines["runs/b, validation"] == [
         [line["tokens"] / 1e6, line["val_loss"]] for line in logged if "val_loss" in line
-    ]
-    assert [y for _, y in copied["series"][1]["points"]] == [
-        line["copied"] for line in logged if "copied" in line
     ]
     assert [y for _, y in lr["series"][1]["points"]] == [
         line["lr"] for line in logged if "lr" in line
@@ -157,14 +154,3 @@ def test_the_axis_of_the_losses_has_enough_ticks():
     low, high = figure.axes[0].get_ylim()
     assert sum(low <= tick <= high for tick in figure.axes[0].get_yticks()) >= 4
     assert figure.axes[2].get_xlabel() == "tokens seen (millions; 64 per step)"
-
-
-def test_copies_are_drawn_beside_the_losses_where_they_were_logged():
-    pytest.importorskip("matplotlib")
-    older = [{"step": 1, "tokens": 64, "val_loss": 4.0}]
-    newer = [{"step": n, "tokens": 64 * n, "val_loss": 4.0, "copied": n / 4} for n in (1, 2)]
-    assert len(plots.draw_training({"a": older}).axes) == 4
-    figure = plots.draw_training({"a": older, "b": newer})
-    (line,) = figure.axes[4].lines
-    assert line.get_ydata().tolist() == [25, 50]
-    assert line.get_color() == figure.axes[0].lines[-1].get_color()

@@ -167,11 +167,10 @@ def test_every_line_has_the_time_of_day_in_seconds_since_1970(tmp_path, monkeypa
         '{"step": 2, "tokens": 1' + "0" * 400 + ', "seconds": 1}',
         '{"step": 2, "tokens": 1, "seconds": 1, "train_loss": 2.0}',
         '{"step": 2, "tokens": 1, "seconds": 1, "val_loss": 2.0}',
-        '{"step": 2, "tokens": 1, "seconds": 1, "copied": 0.5}',
         json.dumps({"step": 2, "tokens": 1, "seconds": 1} | {**EVALUATED, "sample": 3}),
         "\x00\xff",
     ],
-    ids=range(18),
+    ids=range(17),
 )
 def test_a_line_that_training_did_not_write_is_skipped_with_a_warning(tmp_path, capsys, line):
     path = tmp_path / "metrics.jsonl"

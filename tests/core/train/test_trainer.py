@@ -23,7 +23,6 @@ from gptmini.plan import recipe
 from gptmini.plan.reconcile import check_same_settings
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import read_metrics
 from gptmini.train import build, trainer
 from gptmini.train.checkpoint import create_run, save_checkpoint
 from gptmini.train.messages import say_header_lines
@@ -567,7 +566,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     keys = {"step", "tokens", "seconds", "wall_time"}
     keys |= {"train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert set(lines[0]) == keys
-    evaluated = {"val_loss", "val_bpb", "sample", "peak_memory", "copied", "longest_copy"}
+    evaluated = {"val_loss", "val_bpb", "sample", "peak_memory"}
     assert set(lines[2]) == keys | evaluated
     assert len(lines[2]["sample"]) > 2
     assert 50 << 20 < lines[2]["peak_memory"] < 8 << 30
@@ -639,22 +638,3 @@ def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypa
     more = config.with_train(patience=None)
     begin_training(more, tmp_path / "run", tmp_path / "cache")
     assert run.list_steps()[0] == 60
-
-
-def test_each_sample_says_how_much_of_it_is_copied(text_file, tmp_path, monkeypatch):
-    config = tiny(data={"path": str(text_file)})
-    sample = "? The quick brown fox jumps over"
-    monkeypatch.setattr(trainer, "generate_sample", lambda training: sample)
-    built: list[object] = []
-    build_index = trainer.build_index
-    monkeypatch.setattr(
-        trainer, "build_index", lambda pieces: built.append(1) or build_index(pieces)
-    )
-    begin_training(config, tmp_path / "run", tmp_path / "cache")
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    found = [(line["copied"], line["longest_copy"]) for line in lines if "copied" in line]
-    assert found == [(round(29 / 32, 4), 29)] * 2
-    assert built == [1]
-    monkeypatch.setattr(trainer, "QUICK_TEXT_BYTES", 100)
-    begin_training(config, tmp_path / "large", tmp_path / "cache")
-    assert not any("copied" in line for line in read_metrics(tmp_path / "large" / "metrics.jsonl"))

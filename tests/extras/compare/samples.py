@@ -23,7 +23,6 @@ def variant(name: str, *bits: float) -> Variant:
             tokens_per_second=1e4,
             seconds=60.0,
             peak_memory=2**28,
-            copied=0.25,
             history=list(history),
         )
         for seed, each in enumerate(bits)

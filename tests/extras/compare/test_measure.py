@@ -144,9 +144,6 @@ def test_figures_of_training_are_read_from_all_of_its_log(text_file, tmp_path, m
         {"tokens_per_second": 6.0, "seconds": 5.0, "peak_memory": 7},  # resumed
         {"tokens_per_second": 20.0, "seconds": 6.0, "peak_memory": 7},
     ]
-    for number, line in enumerate(log):
-        line["copied"] = number / 4
-    monkeypatch.setattr(measure, "LAST_SAMPLES", 2)
     file = one / "metrics.jsonl"
     written: dict[str, Any] = {}  # every figure of a line
     for line in file.read_text().splitlines():
@@ -155,4 +152,3 @@ def test_figures_of_training_are_read_from_all_of_its_log(text_file, tmp_path, m
     (found,) = measure.measure_variants({"a": [one]}, None, cache, tmp_path / "compare.json")
     (run,) = found.runs
     assert (run.tokens_per_second, run.seconds, run.peak_memory) == (6.0, 6.0, 11)
-    assert run.copied == 0.625  # of the last two
