@@ -10,7 +10,6 @@ import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,17 +37,19 @@ from gptmini.tokenizer.chunks import (
     split_text,
 )
 
-CONVERT_REMEDY = "convert it, or pass --errors replace"
+CONVERT_REMEDY = "convert it to UTF-8, or pass --errors replace"
 SAVE_REMEDY = "save it as plain text"
 PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
-UTF16_PROBLEM = "UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8"
 CHOOSE_REMEDY = "choose a text file"
-UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 PYTHON_DOCS = "builtin:python-docs"
 SNIFFED_BYTES = 8192  # enough to see that a file is not text: a signature, or a NUL byte as in git
 
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
+    codecs.BOM_UTF32_LE: ("UTF-32", "convert it to UTF-8"),  # begins as UTF-16 does
+    codecs.BOM_UTF32_BE: ("UTF-32", "convert it to UTF-8"),
+    codecs.BOM_UTF16_LE: ("UTF-16", "convert it to UTF-8"),
+    codecs.BOM_UTF16_BE: ("UTF-16", "convert it to UTF-8"),
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
     b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", SAVE_REMEDY),
@@ -70,18 +71,6 @@ ZIPPED_FILES = {
     ".pth": ("a checkpoint of PyTorch", CHOOSE_REMEDY),
 }
 
-# Encodings that a text may have instead of UTF-8. Its reader must choose: a wrong one may well
-# succeed, and make letters of another script.
-LATIN_ENCODINGS = {"WINDOWS-1252": "Western European", "WINDOWS-1250": "Central European"}
-OTHER_ENCODINGS = {
-    "GB18030": "Chinese",
-    "BIG5": "traditional Chinese",
-    "CP932": "Japanese",
-    "CP949": "Korean",
-    "WINDOWS-1251": "Cyrillic",
-    "KOI8-R": "older Russian",
-}
-ENOUGH_BYTES = 20  # beyond ASCII, to exclude Latin letters
 CSV_DELIMITERS = (",", ";", "\t")
 PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
 PARQUET_BATCH_ROWS = 1000
@@ -107,6 +96,8 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
     """Read the documents of a file; `separator` splits only plain text."""
     with open_unchanged(file) as raw, _report_damage(file):
         stream = _decompress(file, raw)
+        if file.kind in ("text", "jsonl", "csv"):
+            _check_signature(file, stream)
         if file.kind == "text":
             blocks = _decode_blocks(file, stream)
             yield from _split_documents(blocks, separator, Place(str(file.path), 1))
@@ -148,9 +139,17 @@ def detect_binary(path: Path, head: bytes) -> tuple[str, str] | None:
         if kind == "a ZIP archive" and suffix in ZIPPED_FILES:
             return ZIPPED_FILES[suffix]
         return kind, remedy
-    if b"\0" in head and not head.startswith(UTF16_BOMS):
+    if b"\0" in head:
         return "binary data", CHOOSE_REMEDY
     return None
+
+
+def _check_signature(file: File, stream: BinaryIO) -> None:
+    """DataError for a file that is something else than plain text in UTF-8."""
+    head = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]  # type: ignore[attr-defined]
+    if (detected := detect_binary(file.path, head)) is not None:
+        kind, remedy = detected
+        raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
 
 
 @contextmanager
@@ -188,20 +187,13 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
     offset = 0
     while True:
         block = stream.read(TEXT_BLOCK_SIZE)
-        if offset == 0 and block.startswith(UTF16_BOMS):
-            raise DataError(f"{file.path}: {UTF16_PROBLEM}")
-        if offset == 0 and (problem := detect_binary(file.path, block[:SNIFFED_BYTES])):
-            kind, remedy = problem
-            raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             # The decoder had kept back an incomplete character from the block before.
             at = offset + len(block) - len(error.object) + error.start
-            # If only ASCII comes before, the whole text is likely in another encoding.
-            other_encoding = offset == 0 and block[:at].isascii()
-            remedy = _suggest_conversion(block) if other_encoding else CONVERT_REMEDY
-            raise DataError(describe_invalid_utf8(file.path, f"at byte {at}", remedy)) from None
+            position = f"at byte {at}"
+            raise DataError(describe_invalid_utf8(file.path, position, CONVERT_REMEDY)) from None
         if "\0" in text:
             raise DataError(
                 f"{file.path}: contains NUL bytes, so it is not text; select only text files, "
@@ -211,33 +203,6 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
         if not block:
             return
         offset += len(block)
-
-
-def _suggest_conversion(block: bytes) -> str:
-    """Suggest how to convert a text in another encoding, which `block` is the beginning of."""
-    runs = re.findall(rb"[\x80-\xff]+", block)
-    n_bytes = sum(map(len, runs))
-    n_single = sum(len(run) == 1 for run in runs)
-    # Accented letters mostly stand alone; in other scripts, few bytes beyond ASCII do.
-    possible = LATIN_ENCODINGS
-    if 2 * n_single <= n_bytes:
-        possible = OTHER_ENCODINGS | (LATIN_ENCODINGS if n_bytes < ENOUGH_BYTES else {})
-    named = [f"{name} ({script})" for name, script in possible.items() if _decodes(block, name)]
-    if not named:
-        return CONVERT_REMEDY
-    return (
-        f"convert it with: iconv -f ENCODING -t UTF-8, where ENCODING may be {', '.join(named)}; "
-        f"or pass --errors replace"
-    )
-
-
-def _decodes(block: bytes, encoding: str) -> bool:
-    """Check whether the beginning of a text is valid in an encoding."""
-    try:
-        codecs.getincrementaldecoder(encoding)().decode(block)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _split_documents(blocks: Iterable[str], separator: str, place: Place) -> Iterator[TextChunk]:
@@ -272,21 +237,13 @@ def _split_chunks(text: str, starts_document: bool, place: Place) -> Iterator[Te
 
 def _decode_lines(file: File, stream: BinaryIO) -> Iterator[str]:
     """Decode a stream line by line, without a byte order mark; line ends stay."""
-    is_ascii = True  # so far
     for number, line in enumerate(stream, 1):
-        if number == 1 and line.startswith(UTF16_BOMS):
-            raise DataError(f"{file.path}: {UTF16_PROBLEM}")
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8", file.errors)
         except UnicodeDecodeError as error:
-            remedy = CONVERT_REMEDY
-            if is_ascii and line[: error.start].isascii():
-                remedy = _suggest_conversion(line + stream.read(TEXT_BLOCK_SIZE))
+            place = f"{file.path}:{number}"
             position = f"at byte {error.start}"
-            raise DataError(
-                describe_invalid_utf8(f"{file.path}:{number}", position, remedy)
-            ) from None
-        is_ascii = is_ascii and line.isascii()
+            raise DataError(describe_invalid_utf8(place, position, CONVERT_REMEDY)) from None
 
 
 def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
