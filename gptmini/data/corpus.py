@@ -31,7 +31,7 @@ from gptmini.errors import ConfigError, DataError, MachineError, describe_os_err
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
-from gptmini.tokenizer.tokenizers import IdsTokenizer, Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
@@ -168,19 +168,15 @@ def _copy_numbers(found: list[list[Path]], tokenizer: Tokenizer, cache: Path) ->
     return copied
 
 
-def _get_number_tokenizer(config: Config, found: list[list[Path]]) -> Tokenizer:
-    """Get the tokenizer that made token numbers, which must be named; `ids` stands for none."""
+def _get_number_tokenizer(config: Config, path: Path) -> Tokenizer:
+    """Get the tokenizer that made token numbers, which must be named."""
     kind = config.tokenizer.kind
     if kind in ("auto", "bpe", "char"):
         raise ConfigError(
-            f"{found[0][0]}: token numbers; name the tokenizer that made them, such as --set "
-            f"tokenizer.kind=gpt2, or ids if there is none"
+            f"{path}: token numbers; name the tokenizer that made them, such as --set "
+            f"tokenizer.kind=gpt2"
         )
-    if kind != "ids":
-        return create_tokenizer(kind)
-    held_out = find_number_files(config.data.validation_path or []) or []
-    every = [file for listed in [*found, *held_out] for file in listed]
-    return IdsTokenizer(numbers.find_largest(every) + 1)
+    return create_tokenizer(kind)
 
 
 def _find_token_files_at(path: str) -> list[Path]:
@@ -227,13 +223,8 @@ def _prepare(
 ) -> Corpus:
     found = find_number_files(paths)
     if found is not None:
-        tokenizer = tokenizer or _get_number_tokenizer(config, found)
+        tokenizer = tokenizer or _get_number_tokenizer(config, found[0][0])
         paths = _copy_numbers(found, tokenizer, cache)
-    elif config.tokenizer.kind == "ids" and tokenizer is None:
-        raise ConfigError(
-            f"tokenizer.kind: ids is for token numbers (.bin, .npy, lists in JSON), not for "
-            f"{_name_corpus(config.data)}; leave it out"
-        )
     token_files = find_token_files(paths)
     if token_files is None:
         corpus = _prepare_sources(config, paths, cache, with_test, tokenizer)

@@ -158,6 +158,5 @@ def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Confi
     document_tokens_read = count_epochs(config, text) * corpus.inner_document_count
     if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
         excerpt = corpus.read_excerpt()
-        pieces = excerpt.split() if corpus.tokenizer.kind == "ids" else excerpt
-        start = "\n" if "\n" in excerpt else Counter(pieces).most_common(1)[0][0]
+        start = "\n" if "\n" in excerpt else Counter(excerpt).most_common(1)[0][0]
     return config.fill_open({"sample": {"start": start}})

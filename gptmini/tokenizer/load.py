@@ -24,7 +24,6 @@ from gptmini.tokenizer.tokenizers import (
     TOKENIZER_FORMAT_VERSION,
     ByteTokenizer,
     CharTokenizer,
-    IdsTokenizer,
     Tokenizer,
 )
 
@@ -110,8 +109,6 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
         return ByteTokenizer(_read_template(data))
     if data["kind"] == "char":
         return CharTokenizer(data["characters"], _read_template(data))
-    if data["kind"] == "ids":
-        return IdsTokenizer(data["n_ids"])
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     if "file" in data:

@@ -103,8 +103,6 @@ def get_vocabulary(tokenizer: Tokenizer) -> tuple[str, dict[bytes, int], dict[st
 
     ConfigError for a pattern that other programs may not have.
     """
-    if tokenizer.kind == "ids":
-        raise ConfigError("tokenizer.kind: ids has no texts, which other programs need")
     if not isinstance(tokenizer, BpeTokenizer):
         tokens = range(tokenizer.eos_token_id)
         ranks = {tokenizer.decode_token(token): token for token in tokens}

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from gptmini.errors import DataError, shorten
-
 TOKENIZER_FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"  # its usual name; some imported tokenizers have another
 IMPORTED_KIND = "imported"  # the kind of a tokenizer that came with somebody else's model
@@ -207,33 +205,6 @@ class CharTokenizer(_PlainTokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         return {"characters": self.characters} | super().to_dict()
-
-
-class IdsTokenizer(_PlainTokenizer):
-    """Numbers for which there is no text, such as notes or measurements, written in decimal."""
-
-    kind = "ids"
-
-    def __init__(self, n_ids: int) -> None:
-        """Numbers from 0 to `n_ids` - 1; the end-of-text token is the next."""
-        super().__init__(n_ids, None)
-
-    def encode(self, text: str, continues: bool = False) -> Tokens:
-        numbers = []
-        for word in text.replace(",", " ").split():
-            if not (word.isdecimal() and len(word) < 10 and int(word) < self.eos_token_id):
-                raise DataError(
-                    f"{shorten(word)}: not a token; write numbers from 0 to "
-                    f"{self.eos_token_id - 1}, with spaces between them"
-                )
-            numbers.append(int(word))
-        return np.array(numbers, np.uint32)
-
-    def decode_token(self, token: int) -> bytes:
-        return f" {token}".encode() if token < self.eos_token_id else b""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"n_ids": self.eos_token_id}
 
 
 def _to_code_points(text: str) -> Tokens:

@@ -183,8 +183,6 @@ def escape_json(data: Any) -> str:
 
 def get_page_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer in a form that model.js can run; DataError if there is none."""
-    if tokenizer.kind == "ids":
-        raise DataError("tokenizer ids: a page shows texts; use gptmini generate")
     if isinstance(tokenizer, ForeignTokenizer):
         return simplify_tokenizer(tokenizer)
     if isinstance(tokenizer, BpeTokenizer) and tokenizer.encoding._pat_str not in KNOWN_PATTERNS:

@@ -130,12 +130,6 @@ def test_token_files_are_read_in_blocks(monkeypatch):
     assert index.locate(len(f"{SEA}\n{HILL}".encode()) + 9)[2] == 2
 
 
-def test_numbers_are_found_as_numbers():
-    Path("a.json").write_text(json.dumps([n % 60 for n in range(900)]))
-    index = open_of("a.json", "ids")
-    assert find_sources(index, " 3 4 5 6 7 8 9 10 11 12").share == 1
-
-
 def test_it_is_made_once_and_again_if_it_is_damaged(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
     open_of("a.txt")
