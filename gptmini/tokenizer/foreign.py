@@ -6,8 +6,10 @@ things differ. The name of a special token in a text stays text, as with all our
 is off; and of what a post-processor puts around a text, only the first token is put there.
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 1 << 14  # characters; without words, the time of a merge grows with the text
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "\u2581"  # stands for a space in SentencePiece
+MAX_TOKENS_OF_A_LETTER = 1000
 
 
 class ForeignTokenizer(Tokenizer):
@@ -47,11 +50,8 @@ class ForeignTokenizer(Tokenizer):
         """`file` is the content of tokenizer.json, and `library` what `load_library` made of it.
 
         `vocab_size` is the model's: the file may have fewer tokens, or more. `eos_token` and `ends`
-        name the special tokens that end a text. Raises KeyError if one of them does not exist,
-        ValueError for a file that does not say how tokens are decoded.
+        name the special tokens that end a text. Raises KeyError if one of them does not exist.
         """
-        if library.decoder is None:
-            raise ValueError("it has no decoder")
         if not isinstance(chat_template, str | None):
             raise ValueError("chat_template is not a text")
         self.file = file
@@ -125,11 +125,17 @@ class ForeignTokenizer(Tokenizer):
 
     def _decode_inside(self, name: str) -> str:
         """Decode a token that is not the first of a text."""
-        return self._decoder.decode(["a", name])[1:]
+        with _turn_panics_into(_make_text_error):
+            return self._decoder.decode(["a", name])[1:]
 
     def decode(self, tokens: Iterable[int]) -> str:
         kept = [token for token in tokens if token != self.eos_token_id]
-        return self._library.decode(kept, skip_special_tokens=False)
+        with _turn_panics_into(_make_text_error):
+            return self._library.decode(kept, skip_special_tokens=False)
+
+    def read_parts(self) -> dict[str, Any]:
+        """Return what the file says, in the library's words: with all keys, and merges as pairs."""
+        return json.loads(self._library.to_str())
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -181,15 +187,39 @@ def load_library(file: str) -> "Library":
     """
     library_class = import_library()
     try:
-        library = library_class.from_str(file)
+        with _turn_panics_into(ValueError):
+            library = library_class.from_str(file)
+            library.no_truncation()
+            library.no_padding()
+            n_tokens = len(library.encode("a").ids)
+            if library.decoder is None:
+                raise ValueError("it has no decoder")
+            library.decoder.decode(["a", "<0x41>"])
     except Exception as error:  # the library raises no narrower one
         raise ValueError(shorten(str(error), 120)) from None
+    if n_tokens > MAX_TOKENS_OF_A_LETTER:
+        raise ValueError(f"it makes {n_tokens:,} tokens of one letter")
     library.encode_special_tokens = True  # as text
-    library.no_truncation()
-    library.no_padding()
     if getattr(library.model, "dropout", None):
         library.model.dropout = None
     return library
+
+
+@contextmanager
+def _turn_panics_into(make_error: Callable[[str], Exception]) -> Iterator[None]:
+    """Turn a panic of the library, a BaseException that it does not export, into an error."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise make_error(shorten(str(error), 120)) from None
+
+
+def _make_text_error(problem: str) -> DataError:
+    return DataError(
+        f"tokenizer {IMPORTED_KIND}: fails with a text ({problem}); choose another model"
+    )
 
 
 def find_special_tokens(library: "Library", vocab_size: int) -> dict[str, int]:
@@ -217,7 +247,8 @@ def _encode(library: "Library", text: str, continues: bool) -> Tokens:
 
 def _get_tokens(library: "Library", text: str) -> list[int]:
     # This method does not compute where each token stands in the text.
-    (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+    with _turn_panics_into(_make_text_error):
+        (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return encoding.ids
 
 
@@ -274,11 +305,12 @@ def _find_added_bos(library: "Library", path: Path) -> int | None:
     """Return the token that the post-processor puts before texts; warn of all others."""
     text = library.encode("a", add_special_tokens=False).ids
     whole = library.encode("a").ids
-    n_before = next(n for n in range(len(whole)) if whole[n : n + len(text)] == text)
+    n_before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
     others = whole[1:n_before] + whole[n_before + len(text) :]
-    for number in others:
+    if others:
+        names = " ".join(str(library.id_to_token(number)) for number in others)
         warn(
-            f"{path}: post_processor: {shorten(library.id_to_token(number))} is not put around "
-            f"texts; write it there, with --special"
+            f"{path}: post_processor: {shorten(names)} is not put around texts; write it there, "
+            f"with --special"
         )
     return whole[0] if n_before else None

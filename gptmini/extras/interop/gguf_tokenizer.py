@@ -51,7 +51,7 @@ def check_supported(tokenizer: Tokenizer) -> None:
             raise ConfigError("tokenizer: has U+2581, llama.cpp's space; train with bpe or byte")
         return
     if isinstance(tokenizer, ForeignTokenizer):
-        content = json.loads(tokenizer.file)
+        content = tokenizer.read_parts()
         # Metaspace puts no space before a text that begins with one; llama.cpp does.
         kind = (content["pre_tokenizer"] or {}).get("type")
         is_known = bool(_find_pattern_name(content))
@@ -130,9 +130,9 @@ def _write_characters(writer: Any, tokenizer: CharTokenizer) -> Spelled:
 
 def _write_foreign(writer: Any, tokenizer: ForeignTokenizer) -> Spelled:
     """Add what a tokenizer.json says."""
-    content = json.loads(tokenizer.file)
+    content = tokenizer.read_parts()
     model = content["model"]
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    merges = model["merges"]
     if model.get("byte_fallback"):
         scores = [0.0] * tokenizer.vocab_size
         for rank, (left, right) in reversed([*enumerate(merges)]):  # the first merge counts

@@ -4,7 +4,6 @@ Its file may say much that model.js does not know: normalizers, flags of added t
 than byte pairs. What is left here is exact, and everything else is refused.
 """
 
-import json
 from typing import Any
 
 from gptmini.errors import DataError
@@ -20,46 +19,53 @@ from gptmini.tokenizer.tokenizer_json import (
 from gptmini.tokenizer.tokenizers import IMPORTED_KIND
 
 JsonObject = dict[str, Any]
-UNKNOWN_TO_PAGES = ("normalizer", "truncation", "padding")
+UNKNOWN_OF_ADDED_TOKENS = ("single_word", "lstrip", "rstrip")
 UNKNOWN_OF_MODELS = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 
 
 def simplify_tokenizer(tokenizer: ForeignTokenizer) -> BpeTokenizer:
     """Make the same tokenizer as a byte-pair encoding; DataError if it is something else."""
-    content = json.loads(tokenizer.file)
+    content = tokenizer.read_parts()
     model = content["model"]
     special = tokenizer.special_tokens
     pattern = find_pattern(content["pre_tokenizer"] or {})
     is_plain = (
         model["type"] == "BPE"
-        and not any(content.get(key) for key in UNKNOWN_TO_PAGES)
-        and not any(model.get(key) for key in UNKNOWN_OF_MODELS)
+        and content["normalizer"] is None
+        and not any(model[key] for key in UNKNOWN_OF_MODELS)
         and all(token["content"] in special for token in content["added_tokens"])
+        and not any(
+            token[key] for token in content["added_tokens"] for key in UNKNOWN_OF_ADDED_TOKENS
+        )
     )
     if pattern is None or not is_plain:
         raise make_error()
-    ranks = {
-        from_byte_level(text): number
-        for text, number in model["vocab"].items()
-        if text not in special
-    }
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    # In model.js the number of a token is the rank of its merge, and a word that is a token is it.
-    n_made = sum(len(token) > 1 for token in ranks)
-    if recover_merges(ranks) != [tuple(merge) for merge in merges] or n_made != len(merges):
-        raise make_error()
     names = {number: name for name, number in special.items()}
-    return create_bpe_tokenizer(
-        IMPORTED_KIND,
-        pattern,
-        ranks,
-        special,
-        names[tokenizer.eos_token_id],
-        [names[number] for number in tokenizer.end_tokens],
-        tokenizer.chat_template,
-        tokenizer.template_tokens,
-        tokenizer.adds_bos,
-    )
+    try:
+        ranks = {
+            from_byte_level(text): number
+            for text, number in model["vocab"].items()
+            if text not in special
+        }
+        simple = create_bpe_tokenizer(
+            IMPORTED_KIND,
+            pattern,
+            ranks,
+            special,
+            names[tokenizer.eos_token_id],
+            [names[number] for number in tokenizer.end_tokens],
+            tokenizer.chat_template,
+            tokenizer.template_tokens,
+            tokenizer.adds_bos,
+        )
+    except (KeyError, ValueError):  # a token that is no bytes, or a vocabulary that lacks some
+        raise make_error() from None
+    # In model.js the number of a token is the rank of its merge, and a word that is a token is it.
+    merges = [tuple(merge) for merge in model["merges"]]
+    n_made = sum(len(token) > 1 for token in ranks)
+    if recover_merges(ranks) != merges or n_made != len(merges):
+        raise make_error()
+    return simple
 
 
 def make_error() -> DataError:

@@ -130,6 +130,26 @@ def test_what_changes_the_tokens_of_another_model_is_refused(key, value):
         build_page(random_run({"n_layer": 1}, tokenizer))
 
 
+def test_a_vocabulary_that_is_not_of_bytes_is_refused():
+    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content["model"]["vocab"] |= {"\u20ac": CHAT_TOKENIZER.vocab_size}
+    ends = CHAT_TOKENIZER.end_tokens
+    tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size + 1, ends)
+    assert tokenizer.encode("ab").tolist() == CHAT_TOKENIZER.encode("ab").tolist()
+    with pytest.raises(DataError, match="tokenizer imported: "):
+        build_page(random_run({"n_layer": 1}, tokenizer))
+
+
+@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip"])
+def test_a_special_token_that_takes_more_than_its_name_is_refused(flag):
+    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content["added_tokens"][1][flag] = True
+    ends = CHAT_TOKENIZER.end_tokens
+    tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size, ends)
+    with pytest.raises(DataError, match="tokenizer imported: "):
+        build_page(random_run({"n_layer": 1}, tokenizer))
+
+
 def test_merges_in_another_order_than_their_tokens_are_refused():
     content = to_tokenizer_json(CHAT_TOKENIZER)
     merges = content["model"]["merges"]
