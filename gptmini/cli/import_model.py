@@ -19,6 +19,7 @@ def import_model(
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3, StarCoder2."""
     from gptmini.console import quote, say
+    from gptmini.extras.interop.hub_model import ModelName
     from gptmini.extras.interop.import_model import (
         choose_run_name,
         parse_source,
@@ -27,6 +28,8 @@ def import_model(
     from gptmini.plan.cost import count_parameters
 
     source = parse_source(model)
+    if isinstance(source, ModelName) and Path(model).parent.is_dir():  # as of runs/NAME
+        say(f"{model}: no such folder here; looking for it on the Hugging Face Hub")
     out = out or RUNS_FOLDER / choose_run_name(source)
     config, tokenizer = write_imported_run(source, out, context_length)
     name = quote(out)

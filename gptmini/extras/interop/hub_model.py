@@ -31,6 +31,7 @@ NAME = re.compile(
 )
 NAME_WITHOUT_OWNER = re.compile(rf"(?P<name>[\w.-]+)(@(?P<revision>{hub.REVISION}))?", re.ASCII)
 SETTINGS_FILES = (
+    "adapter_config.json",
     "config.json",
     "generation_config.json",
     "tokenizer.json",

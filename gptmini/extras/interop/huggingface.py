@@ -41,6 +41,7 @@ STANDARD_USES = {f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 LFS_POINTER = b"version https://git-lfs"
 MAX_SHARD_BYTES = 5_000_000_000
+HEAD_NAME = "lm_head.weight"  # in every architecture
 # Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
 BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -55,6 +56,9 @@ def read_model(folder: Path, context_length: int | None = None) -> tuple[ModelCo
     """
     hf_config, config = read_settings(folder, context_length)
     stored = _find_tensors(folder)
+    if config.tie_embeddings and _has_own_head(stored, hf_config["model_type"]):
+        warn(f"{folder}: tie_word_embeddings: true, but it stores a head of its own, which is used")
+        config = config.model_copy(update={"tie_embeddings": False})
     output_biases = [tensor for name, tensor in stored.items() if name.endswith("o_proj.bias")]
     if not config.bias and any(tensor.read().any() for tensor in output_biases):
         # With us, biases are everywhere or nowhere. Those of the MLP become 0.
@@ -67,6 +71,12 @@ def read_settings(
     folder: Path, context_length: int | None = None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Return a folder's config.json and the settings in it; CheckpointError if one is not ours."""
+    adapter_file = folder / "adapter_config.json"
+    if adapter_file.exists():
+        raise CheckpointError(
+            f"{adapter_file}: a LoRA adapter, which changes another model; save both as one with "
+            f"PEFT's merge_and_unload() and save_pretrained(...)"
+        )
     config_file = folder / "config.json"
     if not config_file.exists():
         _refuse_pickles(folder)
@@ -213,10 +223,27 @@ def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
             files.open_regular(file).close()  # refuses pipes and devices
             with safetensors.safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - no dict
-                    stored[name] = StoredTensor(file, name)
+                    # The names of a model that torch had compiled or spread over processes.
+                    plain_name = name.replace("_orig_mod.", "").removeprefix("module.")
+                    if plain_name in stored:
+                        raise CheckpointError(
+                            f"{file}: tensor {shorten(name)}: it is stored twice; restore the "
+                            f"original files"
+                        )
+                    stored[plain_name] = StoredTensor(file, name)
         except (OSError, safetensors.SafetensorError) as error:
             raise _make_damage_error(file, error) from None
     return stored
+
+
+def _has_own_head(stored: dict[str, StoredTensor], model_type: str) -> bool:
+    """Check whether there is a head with other weights than the embeddings."""
+    embed_name = architectures.hf_name(model_type, "embed.weight")
+    embed = stored.get(embed_name, stored.get(embed_name.partition(".")[2]))
+    head = stored.get(HEAD_NAME)
+    if embed is None or head is None:
+        return False
+    return not torch.equal(embed.read().float(), head.read().float())
 
 
 def _make_damage_error(file: Path, error: Exception) -> CheckpointError:
@@ -281,7 +308,7 @@ def _match_names(
 
     find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
     names = {name: find_name(name) for name in create_meta_tensors(config)}
-    for name in stored.keys() - names.values() - {"lm_head.weight"}:
+    for name in stored.keys() - names.values() - {HEAD_NAME}:  # which equals the embeddings
         if not name.endswith((*BUFFER_SUFFIXES, "o_proj.bias")):
             raise CheckpointError(
                 f"{folder}: tensor {shorten(name)}: a {model_type} has none; this is another "

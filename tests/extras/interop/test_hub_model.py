@@ -292,6 +292,14 @@ def test_a_repository_without_weights_to_import_names_the_remedy(gptmini, local_
     assert not local_hub.downloads("pytorch_model")
 
 
+def test_a_folder_that_is_not_here_is_said_to_be_none(gptmini, local_hub, published):
+    local_hub.add(NAME, published)
+    Path(NAME).parent.mkdir()
+    code, _, err = gptmini("import", NAME)
+    assert code == 0
+    assert err.startswith(f"{NAME}: no such folder here; looking for it on the Hugging Face Hub\n")
+
+
 def test_a_full_disk_costs_one_line(gptmini, local_hub, published, tmp_path, monkeypatch):
     local_hub.add(NAME, published)
 

@@ -362,6 +362,38 @@ def test_narrow_weights_and_models_saved_without_a_head_are_read(tmp_path):
         torch.testing.assert_close(run.model(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_prefixes_that_torch_gives_to_names_are_left_out(right, tmp_path):
+    shutil.copytree(right, tmp_path / "there")
+    stored = load_file(right / "model.safetensors")
+    renamed = {f"module._orig_mod.{name}": tensor for name, tensor in stored.items()}
+    save_file(renamed, tmp_path / "there" / "model.safetensors", {"format": "pt"})
+    runs = [
+        import_model(folder, tmp_path / f"run{number}", cache=tmp_path)
+        for number, folder in enumerate((right, tmp_path / "there"))
+    ]
+    tokens = torch.arange(60)[None]
+    assert torch.equal(runs[1].model(tokens), runs[0].model(tokens))
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "SmolLM2"])
+def test_a_tied_checkpoint_with_a_head_of_its_own_is_imported_untied(name, tmp_path, capfd):
+    there = tmp_path / "there"
+    theirs = written(name, there)
+    stored = load_file(there / "model.safetensors")
+    embed = theirs.get_input_embeddings().weight.detach()
+    for run_name, head in (("tied", embed.clone()), ("untied", torch.randn_like(embed))):
+        save_file(stored | {"lm_head.weight": head}, there / "model.safetensors", {"format": "pt"})
+        capfd.readouterr()
+        run = import_model(there, tmp_path / run_name, cache=tmp_path)
+        warned = "stores a head of its own, which is used" in capfd.readouterr().err
+        assert warned is (run_name == "untied")
+        assert run.config.model.tie_embeddings is (run_name == "tied")
+        tokens = torch.arange(60)[None]
+        with torch.no_grad():
+            expected = theirs.base_model(tokens).last_hidden_state @ head.mT
+        torch.testing.assert_close(run.model(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_context_is_cut_to_what_is_asked(tmp_path):
     for name in ("GPT-2", "Qwen2"):
         model = written(name, tmp_path / name)
@@ -428,9 +460,22 @@ def of_nanogpt(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
-def without_decoder(folder: Path) -> None:
-    data = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(data | {"decoder": None}))
+def tokenizer_with(**parts: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        data = json.loads((folder / "tokenizer.json").read_text())
+        data["model"] |= parts.pop("model", {})
+        (folder / "tokenizer.json").write_text(json.dumps(data | parts))
+
+    return change
+
+
+ANY_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+MANY_ENDS = {
+    "type": "TemplateProcessing",
+    "single": [ANY_TEXT, *[{"SpecialToken": {"id": "</s>", "type_id": 0}}] * 1000],
+    "pair": [ANY_TEXT],
+    "special_tokens": {"</s>": {"id": "</s>", "ids": [299], "tokens": ["</s>"]}},
+}
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
@@ -502,7 +547,27 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a tokenizer": (cut("tokenizer.json", 500), "tokenizer.json: "),
     "an empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: "),
     "no text": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff"), "tokenizer.json: "),
-    "tokens without a decoder": (without_decoder, "it has no decoder"),
+    "tokens without a decoder": (tokenizer_with(decoder=None), "it has no decoder"),
+    "a panic while a tokenizer is read": (
+        tokenizer_with(model={"continuing_subword_prefix": "x; y"}),
+        "tokenizer.json: damaged (range end index",
+    ),
+    "a panic while a tokenizer is tried": (
+        tokenizer_with(pre_tokenizer={"type": "FixedLength", "length": 0}),
+        "tokenizer.json: damaged (chunk size must be non-zero)",
+    ),
+    "a thousand tokens around a text": (
+        tokenizer_with(post_processor=MANY_ENDS),
+        "tokenizer.json: damaged (it makes 1,001 tokens of one letter)",
+    ),
+    "a LoRA adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "adapter_config.json: a LoRA adapter, which changes another model; save both as one with",
+    ),
+    "a tensor of two names": (
+        tensors(lambda t: t.update({f"module.{NAME}": t[NAME] + 1})),
+        "stored twice",
+    ),
     "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; convert it"),
     "shards of a pickle": (pickled_shards, "pytorch_model-1-of-2.bin: a pickle, which could run"),
     "a checkpoint of nanoGPT": (of_nanogpt, "ckpt.pt: a pickle, which could run code; "),
