@@ -1,8 +1,17 @@
 """The model: embeddings, a stack of blocks, a head. Tokens (B, T) -> logits (B, T, V).
 
-A pre-norm decoder: each block norms what it reads and adds its result to the residual stream. RMS
-norms or layer norms, positions by RoPE, ALiBi or a table, one weight for embedding and head unless
-they are untied. It knows nothing of tokenizers, batches or files.
+What the model is, unless the configuration says otherwise:
+
+- pre-norm: a block norms what it reads and adds its result to the residual stream;
+- multi-head attention whose queries and keys are normed, then rotated by RoPE;
+- an MLP four times as wide, with the square of ReLU;
+- layer norms without biases, linear layers without biases;
+- one matrix for embedding and head where the text is small, two where it is large;
+- an induction head in the initial weights, where there are RoPE and two layers;
+- dropout of embeddings and of what is added to the stream, where the text is small.
+
+Read `GPT.forward_hidden` and `Block.forward` first. Norm, dropout and loss are those of the field,
+computed faster (kernels.py). Nothing here knows tokenizers, batches or files.
 
 Letters: B batch, T positions, D width, V vocabulary, L layers.
 """
@@ -21,8 +30,13 @@ from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention
 from gptmini.model.cache import KVCache, LayerCache
 from gptmini.model.induction import wire_induction_head
-from gptmini.model.kernels import cross_entropy_, linear_cross_entropy, overwrite_by_softmax_
-from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
+from gptmini.model.kernels import (
+    Dropout,
+    cross_entropy_,
+    linear_cross_entropy,
+    overwrite_by_softmax_,
+)
+from gptmini.model.layers import MLP, Rotary, create_norm
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.3  # where the head is untied

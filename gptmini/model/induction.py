@@ -39,7 +39,7 @@ def wire_induction_head(
     """Add what makes an induction head to the embeddings and to head 0 of two layers.
 
     The same vector, about as long as an embedding, is added to each of them. It is what the queries
-    and keys of the first head read, as the token before stands one position earlier whatever it is.
+    and keys of the first head read, as "one back" does not depend on the token.
     """
     K = config.head_dim
     D = config.d_model

@@ -1,4 +1,6 @@
-"""RMSNorm and cross-entropy, in less time and memory than torch's own.
+"""What is not torch's, and why: RMSNorm, dropout and cross-entropy in less time and memory.
+
+Each computes what its name says, so a reader of the model may skip this file.
 
 Letters: N rows, D width, V vocabulary.
 """
@@ -8,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -57,6 +60,31 @@ class _RMSNorm(torch.autograd.Function):
         )
         mean = (gradient @ weight)[..., None] / x.shape[-1]  # of g w: (..., 1)
         return dx.addcmul_(scale, mean), dweight, None
+
+
+class Dropout(nn.Module):
+    """Zeroes each element with probability p, rounded to a multiple of 1/256; scales up the rest.
+
+    On a CPU a random byte per element decides. This is four times as fast as torch's dropout, which
+    draws a full-width number per element on one core (16 x 256 x 192 elements: 1.2 ms, not 5.5).
+    Elsewhere torch's own is one kernel, and Inductor of torch 2.10 and 2.11 cannot compile a draw
+    of whole 64-bit integers.
+    """
+
+    def __init__(self, p: float | None) -> None:
+        super().__init__()
+        self.drop_threshold = round(256 * (p or 0))  # of the 256 values of a byte, those that drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.drop_threshold == 0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, self.drop_threshold / 256)
+        n_words = (x.numel() + 7) // 8  # eight random bytes come as one integer of 64 bits
+        words = torch.randint(-(2**63), 2**63 - 1, (n_words,), device=x.device)
+        random_bytes = words.view(torch.uint8)[: x.numel()].view(x.shape)
+        kept = (random_bytes >= self.drop_threshold).to(x.dtype)
+        return x * kept * (256 / (256 - self.drop_threshold))  # faster than masked_fill
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:

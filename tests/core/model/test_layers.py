@@ -9,50 +9,7 @@ from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
-from gptmini.model.layers import (
-    MLP,
-    Dropout,
-    Rotary,
-    apply_rotary,
-    compute_alibi_slopes,
-    create_norm,
-)
-
-
-@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.25, 0.5, 0.9, 255 / 256])
-def test_dropout_zeroes_its_share_and_rescales_the_rest(p: float):
-    torch.manual_seed(0)
-    share = round(256 * p) / 256  # a random byte decides
-    x = torch.full((600, 601), 3.0)
-    dropped = Dropout(p).train()(x)
-    assert dropped.shape == x.shape
-    kept = dropped[dropped != 0]
-    torch.testing.assert_close(kept, torch.full_like(kept, 3 / (1 - share)))
-    spread = math.sqrt(share * (1 - share) / x.numel())
-    assert 1 - len(kept) / x.numel() == pytest.approx(share, abs=5 * spread)
-    # Rows and columns are hit alike, not in a pattern.
-    for axis in (0, 1):
-        shares = (dropped == 0).double().mean(axis)
-        assert shares.std().item() == pytest.approx(math.sqrt(share * (1 - share) / 600), rel=0.2)
-
-
-@pytest.mark.parametrize("p", [None, 0.0, 1 / 513, 0.5])
-def test_dropout_returns_its_input_in_evaluation_or_where_it_drops_nothing(p: float | None):
-    x = torch.randn(7, 9)
-    assert torch.equal(Dropout(p).eval()(x), x)
-    assert torch.equal(Dropout(p).train()(x), x) == (p != 0.5)
-
-
-def test_dropout_follows_the_seed_and_passes_gradients_of_what_it_keeps():
-    dropout, x = Dropout(0.5).train(), torch.ones(41, 43, requires_grad=True)
-    torch.manual_seed(1)
-    first = dropout(x)
-    second = dropout(x)
-    torch.manual_seed(1)
-    assert torch.equal(dropout(x), first)
-    assert not torch.equal(second, first)
-    (gradient,) = torch.autograd.grad(first.sum(), x)
-    assert torch.equal(gradient, first)  # 0 where dropped, 2 where kept
+from gptmini.model.layers import MLP, Rotary, apply_rotary, compute_alibi_slopes, create_norm
 
 
 @given(
