@@ -70,10 +70,12 @@ def train(
     from gptmini.data import corpus
 
     base, source = locate_run(base)
+    resumed = None if config is None else find_run(config)
+    out = out or resumed
+    if resumed is not None and out == resumed and (resumed / "request.yaml").is_file():
+        config = str(resumed / "request.yaml")  # as if the command that began it were typed again
     train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
     settings = build_config(config, data, errors, attention, train_options, assignments, base)
-    if out is None and config is not None:
-        out = find_run(config)
     out = out or choose_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")

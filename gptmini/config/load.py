@@ -22,7 +22,7 @@ from gptmini.errors import ConfigError, shorten
 
 # The command line's --minutes decides these anew, whatever the file says.
 MINUTES = ("train", "minutes")
-SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "eval_tokens", "save_every", "log_every")
+SET_BY_MINUTES = {"steps", "warmup_steps", "eval_every", "eval_tokens", "save_every", "log_every"}
 
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 

@@ -78,6 +78,11 @@ class Section(BaseModel):
         """Yield the settings that are valid one by one but not together."""
         return iter(())
 
+    def leaves_open(self, name: str) -> bool:
+        """Return whether a setting is left to be chosen: null or auto, if that is its default."""
+        value = getattr(self, name)
+        return value in (None, "auto") and value == type(self).model_fields[name].default
+
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
         if found := list(self.contradictions()):

@@ -367,7 +367,7 @@ class Config(Section):
         return self.model_copy(update={"train": self.train.model_copy(update=settings)})
 
     def fill_open(self, defaults: dict[str, dict[str, Any]]) -> "Config":
-        """Return the same run with settings filled in that are not set, or null, by section.
+        """Return the same run with settings filled in that are not set, null or auto, by section.
 
         Whatever follows from them by default is computed again. Nothing is checked: `revalidate`
         does that once all settings are filled.
@@ -377,7 +377,7 @@ class Config(Section):
             section = getattr(self, name)
             settings = {key: getattr(section, key) for key in section.model_fields_set}
             for key, value in values.items():
-                if settings.get(key) is None:
+                if settings.get(key) in (None, "auto"):
                     settings[key] = value
             sections[name] = type(section).model_construct(**settings)
         return self.model_copy(update=sections)

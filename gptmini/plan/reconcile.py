@@ -4,11 +4,13 @@ Each is read here, once: its configuration, its tokenizer and, of a base, the di
 Whatever contradicts it is refused here, before the text is read.
 """
 
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptmini.config.load import iter_differences, iter_settings, revalidate
-from gptmini.config.settings import Config
+from gptmini.config.load import SET_BY_MINUTES, iter_settings, revalidate
+from gptmini.config.settings import Config, TrainConfig
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
 from gptmini.plan.plan import Requested
@@ -18,6 +20,7 @@ from gptmini.runs.directory import RunDirectory
 CHANGEABLE_SETTINGS = {
     "data.path",  # the content is compared instead
     "data.validation_path",
+    "train.minutes",  # but a run by steps stays one
     "train.steps",
     "train.warmup_steps",
     "train.patience",
@@ -39,8 +42,6 @@ LR_SHARE_OF_BASE = 0.5
 
 # Settings of section train that are taken from the base as they are.
 SETTINGS_FROM_BASE = ("optimizer", "betas", "weight_decay", "batch_size", "seq_len")
-# Settings of section train that fine-tuning chooses.
-FINETUNING_SETTINGS = (*SETTINGS_FROM_BASE, "lr", "embed_lr", "muon_lr")
 # Settings of the model that change none of its weights.
 FREE_ATTENTION = {"weight_dropout", "backend"}
 FREE_MODEL_SETTINGS = {"model.dropout", *(f"model.attention.{key}" for key in FREE_ATTENTION)}
@@ -65,15 +66,6 @@ def reconcile(requested: Config, run: RunDirectory | None, *, dry_run: bool = Fa
     if requested.base.run is not None:
         return _begin_from_base(requested, RunDirectory(Path(requested.base.run)), dry_run)
     return Requested(requested, pin_datasets(requested, None))
-
-
-def _resume(requested: Config, run: RunDirectory) -> Requested:
-    existing = run.load_config()
-    check_base(requested, existing, run)
-    config = reuse_choices(requested, existing)
-    check_same_settings(config, existing, run)
-    config = pin_datasets(revalidate(config), existing)
-    return Requested(requested, config, run.path, existing, run.load_tokenizer())
 
 
 def _begin_from_base(requested: Config, base: RunDirectory, dry_run: bool) -> Requested:
@@ -118,99 +110,138 @@ def pin_datasets(config: Config, existing: Config | None) -> Config:
 # -- a run that is resumed -------------------------------------------------------------------------
 
 
-def check_base(requested: Config, existing: Config, run: RunDirectory) -> None:
-    """Refuse to resume a run from another base than its own, or to write to the base itself.
+def _resume(requested: Config, run: RunDirectory) -> Requested:
+    """Keep all that the run has settled, but for what may change and is requested otherwise."""
+    settled = run.load_config()
+    check_same_request(requested, run.load_request(), settled, run)
+    train: dict[str, Any] = {}
+    for key in CHANGEABLE_SETTINGS:
+        section, _, name = key.partition(".")
+        if section == "train" and not _keeps(requested.train, name):
+            train[name] = getattr(requested.train, name)
+    if requested.train.shard or settled.train.shard:
+        train["reduce"] = requested.train.reduce
+    paths = {key: getattr(requested.data, key) for key in ("path", "validation_path")}
+    config = settled.with_train(**train).model_copy(
+        update={"data": settled.data.model_copy(update=paths), "sample": requested.sample}
+    )
+    resumed = Requested(
+        requested, pin_datasets(config, settled), run.path, settled, run.load_tokenizer()
+    )
+    if not resumed.steps_follow_minutes:
+        return resumed
+    assert requested.train.minutes is not None
+    assert settled.train.minutes is not None
+    steps = round(settled.train.steps * requested.train.minutes / settled.train.minutes)
+    steps = max(1, settled.train.warmup_steps, steps)
+    return replace(resumed, config=resumed.config.with_train(steps=steps))
 
-    Raises ConfigError.
+
+def _keeps(requested: TrainConfig, key: str) -> bool:
+    """Return whether a request leaves a setting to what the run has settled."""
+    if requested.leaves_open(key):
+        return True
+    is_stated = key in requested.model_fields_set
+    return requested.minutes is not None and key in SET_BY_MINUTES and not is_stated
+
+
+def check_same_request(
+    requested: Config, earlier: Config | None, settled: Config, run: RunDirectory
+) -> None:
+    """Raise ConfigError unless the same is requested as when the run began, or what it settled.
+
+    `earlier` is the request by which it began; None if nobody knows.
     """
-    now = requested.base.run
-    before = existing.base.run
-    if now == before:
-        return
-    problem = f"base.run: {before or 'not set'} in {run.path}, now {now or 'not set'}"
-    if now is not None and Path(now).resolve() == run.path.resolve():
-        problem = f"{run.path}: is the base itself, which is never written to"
-    raise ConfigError(f"{problem}; choose another --out")
-
-
-def reuse_choices(requested: Config, earlier: Config, same_run: bool = True) -> Config:
-    """Fill the settings that a configuration leaves open with what an earlier run chose.
-
-    The same run, when it is resumed, keeps everything, except that other minutes change its steps.
-    Other runs, to be compared with the first, share how it computes, its rates if they have its
-    optimizer and, under `train.minutes`, its sizes.
-    """
-    is_finetuning = requested.base.run is not None
-    by_minutes = requested.train.minutes is not None and earlier.train.minutes is not None
-    if same_run and is_finetuning:
-        requested = inherit_model(requested, earlier)
-
-    model_keys = ["dropout"]
-    train_keys = ["compile", "deterministic"]
-    if requested.train.optimizer == earlier.train.optimizer:
-        model_keys += ["tie_embeddings"]
-        train_keys += ["lr", "embed_lr", "weight_decay"]
-    if by_minutes:
-        model_keys += ["n_layer", "d_model", "head_dim", "d_ff"]
-        train_keys += ["batch_size", "eval_tokens"]
-        if is_finetuning:
-            train_keys += ["seq_len"]
-    if same_run:
-        train_keys += ["micro_batch_size"]
-        if not (requested.train.shard or earlier.train.shard):
-            train_keys += ["reduce"]
-    if same_run and by_minutes:
-        model_keys += ["n_head"]
-        train_keys += ["steps", "warmup_steps", "eval_every", "save_every", "log_every"]
-    if same_run and is_finetuning:
-        train_keys += FINETUNING_SETTINGS
-
-    is_kind_open = requested.tokenizer.kind in ("auto", earlier.tokenizer.kind)
-    if (same_run or by_minutes) and is_kind_open and requested.tokenizer.vocab_size is None:
-        requested = requested.model_copy(update={"tokenizer": earlier.tokenizer})
-
-    chosen = earlier.model_dump()
-    if requested.train.minutes is not None and earlier.train.minutes is not None:
-        steps = round(earlier.train.steps * requested.train.minutes / earlier.train.minutes)
-        chosen["train"]["steps"] = max(1, earlier.train.warmup_steps, steps)
-    defaults = {
-        "model": _pick(chosen["model"], model_keys),
-        "train": _pick(chosen["train"], train_keys),
-    }
-    if same_run and is_finetuning:
-        defaults["base"] = _pick(chosen["base"], ["step", "sha256"])
-    return requested.fill_open(defaults)
-
-
-def _pick(section: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    return {key: section[key] for key in keys}
-
-
-def check_same_settings(requested: Config, existing: Config, run: RunDirectory) -> None:
-    """Raise ConfigError listing the settings in which a run differs from the one requested.
-
-    `requested` has what the run chose already, so all that is left open is the size of the
-    vocabulary, which the tokenizer has.
-    """
+    base = requested.base.run
+    if base is not None and Path(base).resolve() == run.path.resolve():
+        raise ConfigError(
+            f"{run.path}: is the base itself, which is never written to; choose another --out"
+        )
+    asked_now = _collect_stated(requested)
+    asked_before = _collect_stated(settled if earlier is None else earlier)
+    now = dict(iter_settings(requested.model_dump()))
+    before = dict(iter_settings(settled.model_dump()))
     lines = []
-    for key, now, before in iter_differences(requested, existing):
-        if key in CHANGEABLE_SETTINGS or key.startswith("sample."):
+    for key in sorted(asked_now.keys() | asked_before.keys()):
+        may_change = key in CHANGEABLE_SETTINGS
+        if key == "train.minutes":
+            may_change = None not in (now[key], before[key])
+        is_same = asked_now.get(key) == asked_before.get(key) or now[key] == before[key]
+        if may_change or is_same:
             continue
-        if key == "model.vocab_size" and now is None:
-            continue
-        if key == "train.reduce" and (requested.train.shard or existing.train.shard):
-            continue  # shards are always fast; those of version 0.2 may have been exact
-        if key == "train.minutes" and None not in (now, before):  # other minutes make it longer
-            continue
-        lines.append(f"{key}: {_say(before)} in {run.path}, now {_say(now)}")
+        was = asked_before.get(key, before[key])
+        lines.append(f"{key}: {_say(was)} in {run.path}, now {_say(asked_now.get(key))}")
+    if lines and earlier is None:
+        raise ConfigError(
+            f"{run.path}: holds a run with other settings, or of an older version; continue it "
+            f"with gptmini train {run.path}, or choose another --out"
+        )
     if lines:
         raise ConfigError(
             *lines, f"{run.path}: holds a run with other settings; choose another --out"
         )
 
 
+def _collect_stated(config: Config) -> dict[str, Any]:
+    """Collect the settings that a request states, by their keys, without those it leaves open."""
+    stated = {}
+    for key, value in iter_settings(config.model_dump(exclude_unset=True, exclude={"sample"})):
+        section, _, name = key.rpartition(".")
+        if not attrgetter(section)(config).leaves_open(name):
+            stated[key] = value
+    return stated
+
+
 def _say(value: object) -> str:
     return "not set" if value is None else str(value)
+
+
+# -- runs to be compared ---------------------------------------------------------------------------
+
+# What each run settles for itself: how long it trains and what fits, and what follows by default.
+NOT_SHARED = {
+    *SET_BY_MINUTES,
+    "micro_batch_size",
+    "reduce",
+    "shard",
+    "vocab_size",
+    "head_dim",
+    "d_ff",
+} - {"eval_tokens"}
+# Another optimizer needs other values.
+SHARED_BY_OPTIMIZER = {"lr", "embed_lr", "weight_decay", "tie_embeddings"}
+
+
+def share_choices(requested: Config, first: RunDirectory) -> Config:
+    """Fill in what a request leaves open with what the first of several runs chose for itself.
+
+    Runs of another kind, by minutes or by steps, or from another base, share nothing.
+    """
+    asked = first.load_request()
+    settled = first.load_config()
+    assert asked is not None, "begun a moment ago"
+    by_minutes = requested.train.minutes is not None
+    if by_minutes != (asked.train.minutes is not None) or requested.base.run != asked.base.run:
+        return requested
+    same_optimizer = requested.train.optimizer == settled.train.optimizer
+    kept_apart = NOT_SHARED if same_optimizer else NOT_SHARED | SHARED_BY_OPTIMIZER
+    shared: dict[str, dict[str, Any]] = {}
+    for section in ("model", "train"):
+        before = getattr(asked, section)
+        now = getattr(settled, section)
+        shared[section] = {
+            key: value
+            for key, value in now
+            if key not in kept_apart
+            and (key not in before.model_fields_set or before.leaves_open(key))
+        }
+    if by_minutes and _is_tokenizer_open(asked) and _is_tokenizer_open(requested):
+        requested = requested.model_copy(update={"tokenizer": settled.tokenizer})
+    return requested.fill_open(shared)
+
+
+def _is_tokenizer_open(config: Config) -> bool:
+    return config.tokenizer.kind in ("auto", "bpe") and config.tokenizer.vocab_size is None
 
 
 # -- a base ----------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def settle_compile(plan: Plan) -> Plan:
     """
     train = plan.config.train
     existing = plan.requested.existing
-    was_tried = existing is not None and train.compile == existing.train.compile
+    was_tried = existing is not None and train.compile == existing.train.compile != "auto"
     if was_tried or (train.shard and plan.machine.world_size > 1):
         return plan
     trial = try_compile(plan.config, plan.machine, plan.step_time)

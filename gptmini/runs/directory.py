@@ -83,6 +83,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.metrics_file = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
+        self.request_file = path / "request.yaml"
         self.tokenizer_file = path / "tokenizer.json"
 
     @property
@@ -90,14 +91,24 @@ class RunDirectory:
         """Return whether a run is here: its configuration is the last file that `create` writes."""
         return self.config_file.exists()
 
-    def create(self, config: Config, text_tokenizer: Tokenizer) -> None:
-        """Write the files that stay the same throughout the run."""
+    def create(
+        self, config: Config, text_tokenizer: Tokenizer, request: Config | None = None
+    ) -> None:
+        """Write the files that stay the same throughout the run.
+
+        `request` is the configuration by which a run is to be trained, before planning completed
+        it.
+        """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         files.sync_directory(self.path.parent)
         files.atomic_write_bytes(self.tokenizer_file, text_tokenizer.to_json().encode())
-        self.write_config(config)
+        self.write_config(config, request)
 
-    def write_config(self, config: Config) -> None:
+    def write_config(self, config: Config, request: Config | None = None) -> None:
+        """Write the configuration, and what was requested of it if that is given."""
+        if request is not None:
+            stated = request.model_dump(exclude_unset=True)
+            files.atomic_write_bytes(self.request_file, yamlfile.dump(stated).encode())
         files.atomic_write_bytes(self.config_file, yamlfile.dump(config.model_dump()).encode())
 
     def load_config(self) -> Config:
@@ -109,6 +120,10 @@ class RunDirectory:
             _drop_setting(data, key)
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
+
+    def load_request(self) -> Config | None:
+        """Load the configuration by which the run was begun; None for one that was not trained."""
+        return load.load_config(self.request_file, []) if self.request_file.exists() else None
 
     def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """Load the run's tokenizer; DataError if it is not that of the checkpoint."""

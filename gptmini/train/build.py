@@ -83,6 +83,7 @@ def build_training(plan: Plan, run: RunDirectory, own: OwnParts | None = None) -
         optimizer = Optimizer.wrap(own.optimizer(model), model)
     return Training(
         config=config,
+        request=plan.requested.stated,
         run=run,
         corpus=corpus,
         model=model,

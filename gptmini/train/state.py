@@ -48,12 +48,14 @@ class OwnParts:
 class Training:
     """Everything that the loop works on.
 
+    `request` is what was asked of the run, `config` what became of it.
     On several processes, each has one: `batches` reads this rank's rows, and `micro_batches` are
     this rank's, by their number in the step. `placement` and `checkpoints` hide whether the model
     is whole or sharded.
     """
 
     config: Config
+    request: Config
     run: RunDirectory
     corpus: Corpus
     model: GPT

@@ -18,7 +18,6 @@ from gptmini.errors import ConfigError, MachineError
 from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.fit import Machine
-from gptmini.plan.reconcile import check_same_settings, reuse_choices
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from tests.support import POSITIONS, new_cache, tiny, train
@@ -235,9 +234,10 @@ def test_exact_needs_whole_models(text_file, tmp_path, monkeypatch):
 
 
 def test_a_run_that_was_exact_goes_on_in_shards(text_file, tmp_path):
-    requested = tiny(data={"path": str(text_file)}, train={"shard": True})
-    earlier = requested.with_train(reduce="exact")
-    assert reuse_choices(requested, earlier).train.reduce == "auto"
-    check_same_settings(requested.with_train(reduce="fast"), earlier, RunDirectory(tmp_path))
-    whole = earlier.with_train(shard=False)  # which no longer fits whole
-    check_same_settings(requested.with_train(reduce="fast"), whole, RunDirectory(tmp_path))
+    requested = tiny(data={"path": str(text_file)}, train={"compile": "off"})
+    run = RunDirectory(tmp_path / "run")
+    plan = make_plan(requested, run, tmp_path, world_size=2)
+    assert plan.config.train.reduce == "exact"
+    run.create(plan.config, plan.corpus.tokenizer, requested)
+    sharded = make_plan(requested.with_train(shard=True), run, tmp_path, world_size=2)
+    assert sharded.config.train.reduce == "fast"

@@ -42,7 +42,7 @@ from gptmini.extras.compare.variants import (
 )
 from gptmini.figures import page
 from gptmini.figures.plots import save_figure
-from gptmini.plan.reconcile import reuse_choices
+from gptmini.plan.reconcile import share_choices
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.evaluate_run import Split
 
@@ -135,8 +135,7 @@ def train_all(planned: list[TrainingRun], cache: Path) -> dict[str, list[Path]]:
     for number, run in enumerate(planned, 1):
         config = run.config
         if run is not first:
-            chosen = RunDirectory(first.out).load_config()
-            config = reuse_choices(config, chosen, same_run=False)
+            config = share_choices(config, RunDirectory(first.out))
         seed = config.train.seed
         title = f"compare: run {number} of {len(planned)}: {run.variant}, seed {seed}"
         _train(run.out, config, cache, title)

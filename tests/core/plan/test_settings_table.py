@@ -7,7 +7,8 @@ line changes what a command does to somebody's run.
 |----------------|--------------------------------------------------------------------|
 | resume stated  | is given another value when a run is resumed                       |
 | resume open    | is left out when a run that has a value of its own is resumed      |
-| minutes open   | the same with another `train.minutes`                              |
+| other steps    | is asked for again when a run is resumed for more steps            |
+| other minutes  | the same with another `train.minutes`                              |
 | from stated    | is given another value for a new run from a base                   |
 | from open      | is left out for a new run from a base that has a value of its own  |
 
@@ -30,7 +31,14 @@ from gptmini.runs.progress import Progress
 from tests.support import TINY, new_cache
 
 TABLE = Path(__file__).with_name("settings_table.txt")
-COLUMNS = ["resume stated", "resume open", "minutes open", "from stated", "from open"]
+COLUMNS = [
+    "resume stated",
+    "resume open",
+    "other steps",
+    "other minutes",
+    "from stated",
+    "from open",
+]
 # Another value for each setting, that goes with the small configuration.
 OTHER_VALUES: dict[str, Any] = {
     "model.n_layer": 3,
@@ -124,49 +132,42 @@ class Machine:
         """A run at step 0, with weights, as a base must have them."""
         run = RunDirectory(self.folder / name)
         plan = make_plan(validate(sections, {}), None, self.cache, dry_run=True)
-        run.create(plan.config, plan.corpus.tokenizer)
+        run.create(plan.config, plan.corpus.tokenizer, plan.requested.stated)
         progress = Progress(plan.corpus.content, plan.corpus.tokenizer.fingerprint)
         weights = GPT(plan.config.model).state_dict()
         run.save(Checkpoint(vars(progress), weights, {}))
         return run
 
 
-def judge(key: str, config: Config, other: Any, found: str) -> str:
-    value = dict(iter_settings(config.model_dump()))[key]
-    return found if value == other else "anew"
-
-
 def describe(machine: Machine, key: str, column: str) -> str:
     """What becomes of a setting in the situation of a column."""
     other = OTHER_VALUES[key]
     has_it = put(machine.plain, key, other)
-    lacks_it = put(machine.plain, key, None)
-    name = f"{key} {column}".replace(" ", "-")
+    longer = put(put(machine.plain, "train.steps", 12), key, other)
+    by_minutes = put(put(has_it, "train.minutes", 1.0), "train.steps", None)
+    data = {"data": machine.plain["data"]}
+    # What a run began with, what is asked for now, and what it means if the other value holds.
+    situations = {
+        "resume stated": (machine.plain, has_it, "taken"),
+        "resume open": (has_it, put(machine.plain, key, None), "kept"),
+        "other steps": (has_it, longer, "kept"),
+        "other minutes": (by_minutes, put(by_minutes, "train.minutes", 2.0), "kept"),
+        "from stated": (machine.plain, put(data, key, other), "taken"),
+        "from open": (has_it, data, "kept"),
+    }
+    before, now, found = situations[column]
     try:
-        if column == "resume stated":
-            run = machine.write_run(name, machine.plain)
-            return judge(key, machine.plan(has_it, run), other, "taken")
-        if column == "resume open":
-            run = machine.write_run(name, has_it)
-            return judge(key, machine.plan(lacks_it, run), other, "kept")
-        if column == "minutes open":
-            run = machine.write_run(name, put(has_it, "train.minutes", None))
-            config = run.load_config().with_train(minutes=1.0)
-            run.write_config(config)
-            by_minutes = put(put(lacks_it, "train.minutes", 2.0), "train.steps", None)
-            return judge(key, machine.plan(by_minutes, run), other, "kept")
-        data = {"data": machine.plain["data"]}
-        if column == "from stated":
-            base = machine.write_run(name, machine.plain)
-            sections = put(put(data, "base.run", str(base.path)), key, other)
-            return judge(key, machine.plan(sections, None), other, "taken")
-        base = machine.write_run(name, has_it)
-        sections = put(data, "base.run", str(base.path))
-        return judge(key, machine.plan(sections, None), other, "kept")
+        run = machine.write_run(f"{key} {column}".replace(" ", "-"), before)
+        if column.startswith("from"):
+            config = machine.plan(put(now, "base.run", str(run.path)), None)
+        else:
+            config = machine.plan(now, run)
     except GptminiError as error:
         named = any(part in str(error) for part in (key, key.rpartition(".")[2]))
         assert named, f"{key}, {column}: {error}"
         return "refused"
+    value = dict(iter_settings(config.model_dump()))[key]
+    return found if value == other else "anew"
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from gptmini.plan.recipe import (
     count_epochs,
     measure_corpus,
 )
-from gptmini.plan.reconcile import reuse_choices
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from tests.core.plan.machines import FakeMachine, taking
@@ -160,7 +159,7 @@ def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(text_file: Path,
     requested = tiny(data={"path": str(text_file)})
     run = RunDirectory(tmp_path / "run")
     plan = make_plan(requested, run, tmp_path / "cache")
-    run.create(plan.config, plan.corpus.tokenizer)
+    run.create(plan.config, plan.corpus.tokenizer, requested)
     unmeasured = FakeMachine(compiler=True)
     assert make_plan(requested, run, tmp_path / "cache", machine=unmeasured).config == plan.config
 
@@ -176,7 +175,7 @@ def test_a_resumed_run_adds_gradients_as_it_did(
     plan = make_plan(requested, None, tmp_path / "cache", world_size=begun_on)
     assert plan.config.train.reduce == reduce
     run = RunDirectory(tmp_path / "run")
-    run.create(plan.config, plan.corpus.tokenizer)
+    run.create(plan.config, plan.corpus.tokenizer, requested)
     resumed = make_plan(requested, run, tmp_path / "cache", world_size=resumed_on)
     assert resumed.config.train.reduce == reduce
     new = make_plan(requested, None, tmp_path / "cache", world_size=resumed_on)
@@ -196,53 +195,6 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_made(text_file: Path, t
     machine = FakeMachine(memory=1 << 10, compiler=True)
     with pytest.raises(MachineError, match="parameters needs"):
         make_plan(tiny(data={"path": str(text_file)}), None, tmp_path / "cache", machine=machine)
-
-
-def test_compared_runs_share_how_they_compute_but_not_how_long():
-    def run(**sections: dict) -> Config:
-        return validate(sections, {})
-
-    sizes = {"d_model": 64, "n_layer": 2, "dropout": 0.1, "tie_embeddings": False}
-    train = {"minutes": 1.0, "steps": 7, "batch_size": 8, "compile": "on", "lr": 5e-3}
-    first = run(model=sizes, train=train)
-    other = reuse_choices(run(train={"minutes": 1.0}), first, same_run=False)
-    assert (other.model.d_model, other.model.n_layer, other.model.dropout) == (64, 2, 0.1)
-    assert (other.train.batch_size, other.train.compile) == (8, "on")
-    assert "steps" not in other.train.model_fields_set
-    resumed = reuse_choices(run(train={"minutes": 1.0}), first)
-    assert resumed.train.steps == 7
-    assert (resumed.train.lr, resumed.model.tie_embeddings) == (5e-3, False)
-    assert (other.train.lr, other.model.tie_embeddings) == (5e-3, False)
-    adamw = reuse_choices(run(train={"optimizer": "adamw"}), first, same_run=False)
-    assert (adamw.train.lr, adamw.model.tie_embeddings) == (2e-3, True)
-    by_steps = reuse_choices(run(train={"steps": 9}), first, same_run=False)
-    assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
-
-
-def test_other_runs_evaluate_on_the_part_that_the_first_chose():
-    planned = {"minutes": 1.0, "steps": 60, "warmup_steps": 6, "eval_tokens": 5000}
-    first = validate({"train": planned}, {})
-    requested = validate({"train": {"minutes": 3.0}}, {})
-    for same in (True, False):
-        assert reuse_choices(requested, first, same_run=same).train.eval_tokens == 5000
-    by_steps = validate({"train": {"steps": 60}}, {})
-    assert reuse_choices(by_steps, first, same_run=False).train.eval_tokens is None
-
-
-def test_more_minutes_prolong_a_resumed_run():
-    first = validate({"train": {"minutes": 1.0, "steps": 60, "warmup_steps": 6}}, {})
-    steps = {
-        minutes: reuse_choices(validate({"train": {"minutes": minutes}}, {}), first).train.steps
-        for minutes in (0.01, 1.0, 3.0)
-    }
-    assert steps == {0.01: 6, 1.0: 60, 3.0: 180}
-
-
-def test_what_is_stated_stays_when_a_run_is_resumed():
-    first = validate({"model": {"dropout": 0.1}, "train": {"micro_batch_size": 2}}, {})
-    requested = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
-    kept = reuse_choices(requested, first)
-    assert (kept.model.dropout, kept.train.micro_batch_size) == (0.3, 4)
 
 
 @pytest.mark.parametrize(("given", "vocabulary"), [(1, 512), (10, 2048)])

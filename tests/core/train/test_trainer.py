@@ -20,7 +20,7 @@ from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import recipe
-from gptmini.plan.reconcile import check_same_settings
+from gptmini.plan.reconcile import check_same_request
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, trainer
@@ -380,9 +380,9 @@ def test_no_setting_that_decides_the_weights_may_change_within_a_run(key, tmp_pa
     sections[section][name] = SETTINGS_OF_THE_WEIGHTS[key]
     now = tiny(**sections)
     run = RunDirectory(tmp_path / "run")
-    check_same_settings(before, before, run)
+    check_same_request(before, before, before, run)
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: "):
-        check_same_settings(now, before, run)
+        check_same_request(now, before, before, run)
 
 
 def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, config):
@@ -555,6 +555,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
         "config.yaml",
         "lock",
         "metrics.jsonl",
+        "request.yaml",
         "tokenizer.json",
     }
     started = config.sample.model_copy(update={"start": "\n"})

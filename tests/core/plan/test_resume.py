@@ -1,0 +1,112 @@
+"""The same request plans the same run: again, for more minutes, and beside its twin."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptmini.config.load import SET_BY_MINUTES, validate
+from gptmini.config.settings import Config
+from gptmini.errors import ConfigError
+from gptmini.plan.fit import StepTime
+from gptmini.plan.reconcile import share_choices
+from gptmini.plan.settle import make_plan
+from gptmini.runs.directory import RunDirectory
+from tests.core.plan.machines import FakeMachine
+
+MACHINE = FakeMachine(step=StepTime(0.4, 0.1))
+# A text of the first size is read once or twice in ten minutes, and one of the second often.
+SIZES = [3_000_000, 300_000]
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"train": {"reduce": "auto", "compile": "auto", "deterministic": "auto"}},
+    {"train": {"seq_len": None, "eval_tokens": None, "embed_lr": None, "micro_batch_size": None}},
+    {"train": {"lr": 2e-3, "weight_decay": 0.3, "batch_size": 16}},
+    {"model": {"dropout": None, "vocab_size": None}},
+    {"model": {"n_layer": 4, "context_length": 256, "tie_embeddings": True}},
+    {"tokenizer": {"kind": "auto", "vocab_size": None}},
+    {"tokenizer": {"kind": "bpe", "vocab_size": 4000}},  # more than there is to learn
+    {"data": {"validation": None}, "train": {"minutes": 10, "steps": 300}},
+    {"train": {"minutes": None}},
+]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=["few epochs", "many epochs"])
+def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcde", k=2)) for _ in range(1000)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(words * (request.param // 3000)))
+    return path
+
+
+def ask(text: Path, asked: dict[str, Any], **train: Any) -> Config:
+    own = {"data": {"path": str(text)}, "train": {"minutes": 10, "compile": "off"}}
+    names = own.keys() | asked.keys()
+    sections = {name: own.get(name, {}) | asked.get(name, {}) for name in names}
+    return validate({**sections, "train": sections["train"] | train}, {})
+
+
+def plan(requested: Config, text: Path, run: RunDirectory | None = None) -> Config:
+    return make_plan(requested, run, text.parent / "cache", machine=MACHINE).config
+
+
+def begin(requested: Config, text: Path, folder: Path) -> RunDirectory:
+    run = RunDirectory(folder / "run")
+    made = make_plan(requested, run, text.parent / "cache", machine=MACHINE)
+    run.create(made.config, made.corpus.tokenizer, requested)
+    return run
+
+
+@pytest.mark.parametrize("asked", REQUESTS)
+def test_the_same_request_changes_nothing_in_a_run(asked, text, tmp_path):
+    run = begin(ask(text, asked), text, tmp_path)
+    assert plan(ask(text, asked), text, run) == run.load_config()
+    # All that was settled may be stated, too, as `gptmini train RUN/config.yaml` does.
+    assert plan(run.load_config(), text, run) == run.load_config()
+
+
+@pytest.mark.parametrize("asked", REQUESTS)
+def test_other_minutes_and_other_steps_change_the_length_of_a_run(asked, text, tmp_path):
+    run = begin(ask(text, asked), text, tmp_path)
+    before = run.load_config()
+    other = {"steps": 500} if before.train.minutes is None else {"minutes": 15}
+    after = plan(ask(text, asked, **other), text, run)
+    length = {key: getattr(after.train, key) for key in ("minutes", "steps", "warmup_steps")}
+    assert before.with_train(**length) == after
+    is_stated = "steps" in asked.get("train", {})
+    is_long_enough = after.model.context_length == 256  # more would make the model worse
+    assert after.train.steps > before.train.steps or is_stated or is_long_enough
+
+
+@pytest.mark.parametrize("asked", REQUESTS)
+def test_variants_that_are_alike_are_planned_alike(asked, text, tmp_path):
+    first = begin(ask(text, asked), text, tmp_path)
+    twin = share_choices(ask(text, asked, seed=2), first)
+    assert plan(twin, text) == first.load_config().with_train(seed=2)
+
+
+def test_a_variant_keeps_what_it_states_and_how_long_it_trains(text, tmp_path):
+    run = begin(ask(text, {}), text, tmp_path)
+    chosen = run.load_config()
+    other = share_choices(ask(text, {"model": {"activation": "swiglu", "n_layer": 3}}), run)
+    assert other.model.n_layer == 3
+    assert other.model.d_model == chosen.model.d_model
+    assert other.model.context_length == chosen.model.context_length
+    assert other.train.batch_size == chosen.train.batch_size
+    assert other.model.d_ff != chosen.model.d_ff  # swiglu has three matrices
+    assert SET_BY_MINUTES & other.train.model_fields_set <= {"eval_tokens"}
+    adamw = share_choices(ask(text, {}, optimizer="adamw"), run)
+    assert (adamw.train.lr, adamw.model.tie_embeddings) == (2e-3, True)
+    by_steps = ask(text, {}, minutes=None)
+    assert share_choices(by_steps, run) == by_steps
+
+
+def test_a_run_whose_request_nobody_knows_goes_on_by_its_name_alone(text, tmp_path):
+    run = begin(ask(text, {}), text, tmp_path)
+    run.request_file.unlink()
+    with pytest.raises(ConfigError, match=r"continue it with gptmini train .*run, or") as refused:
+        plan(ask(text, {}), text, run)
+    assert len(refused.value.lines) == 1
+    assert plan(run.load_config(), text, run) == run.load_config()
