@@ -68,6 +68,11 @@ def make_missing_package_error(feature: str, package: str, extra: str) -> Machin
     )
 
 
+def make_missing_wing_error(feature: str, folder: str) -> MachineError:
+    """Make the error for a wing that `feature` needs and that was deleted from this copy."""
+    return MachineError(f"{feature}: gptmini/extras/{folder} is not in this copy; restore it")
+
+
 def shorten(value: object, length: int = 60) -> str:
     """Shorten a value for a message; from a file or a user, it may be of any length."""
     text = str(value)

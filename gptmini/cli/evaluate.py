@@ -14,7 +14,7 @@ from gptmini.cli.options import (
     option,
     resolve_run,
 )
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, MachineError
 from gptmini.files import DEFAULT_CACHE_DIR
 
 FEW_WINDOWS = 50  # an interval from fewer is itself uncertain
@@ -55,6 +55,7 @@ def evaluate(
         load_corpus,
         load_text,
         measure_compressors,
+        measure_copied,
     )
 
     trained = load_run(path, pick_device(device).type, weights, cache)
@@ -68,6 +69,12 @@ def evaluate(
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
     facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
     facts["compressors"] = {} if own is None else measure_compressors(own, split)
+    facts["copied"] = None
+    if own is not None:
+        try:
+            facts["copied"] = measure_copied(trained, own, split)
+        except MachineError as error:  # this copy of gptmini cannot
+            say(str(error))
     print(json.dumps(facts) if as_json else _format_evaluation(facts))
 
 
@@ -89,4 +96,7 @@ def _format_evaluation(facts: dict[str, Any]) -> str:
     ]
     for name, figure in facts["compressors"].items():
         lines.append(f"{name:14} {figure:.4f} bits per byte, once it has read the training text")
+    if facts["copied"] is not None:
+        share = f"{100 * facts['copied']:.1f} %"
+        lines.append(f"copied         {share} of it stands in the training text word for word")
     return "\n".join(lines)

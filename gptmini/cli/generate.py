@@ -29,7 +29,7 @@ from gptmini.errors import ConfigError, shorten
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
-    from gptmini.copies.find import Sources
+    from gptmini.extras.sources.find import Copies
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
@@ -141,7 +141,7 @@ def generate(
     if not named and _has_piped_input():
         say("standard input is not read; to continue it, add --prompt-file -")
     if show_sources:
-        trained.find_sources("")  # refuses now
+        trained.find_copies("")  # refuses now
     drafter: Run | str | None = "lookup" if lookup else None
     if draft_path is not None:
         drafter = load_run(draft_path, device, weights, cache)
@@ -249,35 +249,35 @@ def _print_texts(
         with show_elapsed("generating"):
             texts = generation.finish()
         for text in texts:
-            sources = run.find_sources(text.text, text.prompt) if show_sources else None
+            found = run.find_copies(text.text, text.prompt) if show_sources else None
             if not streams:
                 before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
-                stretches = _shift(sources, len(before))
+                stretches = _shift(found, len(before))
                 marked = mark(f"{before}{text.text}\n", stretches, raw)
                 if not stream_to_stdout(marked, raw=True):
                     return
-            if sources is not None:
-                _say_sources(sources, text.text)
+            if found is not None:
+                _say_copies(found, text.text)
         if sys.stderr.isatty():
             say(_describe_speed(generation))
 
 
-def _shift(sources: "Sources | None", by: int) -> list[tuple[int, int]]:
+def _shift(found: "Copies | None", by: int) -> list[tuple[int, int]]:
     """Return the copied stretches of a text that something stands before."""
-    return [(start + by, end + by) for start, end in sources.stretches] if sources else []
+    return [(start + by, end + by) for start, end in found.stretches] if found else []
 
 
-def _say_sources(sources: "Sources", text: str) -> None:
+def _say_copies(found: "Copies", text: str) -> None:
     """Say how much of a text is copied, and where the longest copies stand."""
     from gptmini.console import say
 
-    say(f"\n{sources.describe()}")
-    longest_first = sorted(sources.copies, key=lambda copy: -copy.length)
+    say(f"\n{found.describe()}")
+    longest_first = sorted(found.copies, key=lambda copy: -copy.length)
     for copy in longest_first[:SHOWN_COPIES]:
         words = " ".join(text[copy.start : copy.end].split())
         say(f"{copy.length:6,}  {copy.place}: {shorten(words, QUOTED_CHARACTERS)}")
-    if len(sources.copies) > SHOWN_COPIES:
-        say(f"        and {len(sources.copies) - SHOWN_COPIES:,} shorter ones")
+    if len(found.copies) > SHOWN_COPIES:
+        say(f"        and {len(found.copies) - SHOWN_COPIES:,} shorter ones")
 
 
 def _describe_speed(generation: "Generation") -> str:
@@ -298,7 +298,7 @@ def _print_json(run: "Run", generations: "list[Generation]", show_sources: bool)
     facts = _build_json(generations)
     if show_sources:
         for text, sample in zip(texts, facts["samples"], strict=True):
-            sample["sources"] = run.find_sources(text.text, text.prompt).to_dict()
+            sample["sources"] = run.find_copies(text.text, text.prompt).to_dict()
     stream_to_stdout([json.dumps(facts), "\n"])
 
 
@@ -358,7 +358,7 @@ def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: boo
             stream_to_stdout(["\n"])
         new = generation.samples[0].text if generation else ""
         if show_sources:
-            _say_sources(run.find_sources(new, text), new)
+            _say_copies(run.find_copies(new, text), new)
         text += new
         turn += 1
 
@@ -393,5 +393,5 @@ def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None
             stream_to_stdout(["\n"])
         answer = generation.samples[0].text if generation else ""
         if show_sources:
-            _say_sources(run.find_sources(answer), answer)
+            _say_copies(run.find_copies(answer), answer)
         messages.append({"role": "assistant", "content": answer})

@@ -47,7 +47,7 @@ def serve(
     with server.listen(host, port) as listening:
         trained = load_run(path, device, weights, cache)
         if show_sources:
-            trained.find_sources("")  # refuses now, and indexes the text before there are requests
+            trained.find_copies("")  # refuses now, and indexes the text before there are requests
         limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows, sources=show_sources)
         hosts = server.list_host_names(listening)
         app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))

@@ -26,7 +26,7 @@ from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import ConfigError, DataError, make_missing_wing_error
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.fingerprint import Fingerprint
@@ -50,11 +50,10 @@ from gptmini.runs.progress import Progress, describe_own_model
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# The sources of a text and templates of chats are imported when they are needed: a command waits
-# for all that is imported here.
+# Templates of chats are imported when they are needed: a command waits for all that is imported
+# here.
 if TYPE_CHECKING:
-    from gptmini.copies.find import Sources
-    from gptmini.copies.index import TextIndex
+    from gptmini.extras.sources.find import Copies
     from gptmini.tokenizer.chat_template import ChatTemplate, Message
 
 # A token of GPT-2's 124 million parameters takes a millisecond on an H100, and one of a small model
@@ -65,7 +64,6 @@ MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 # Threads that share a run share what is made from its model. Making one may need the other.
 _preparing = threading.RLock()
-_indexing = threading.Lock()  # apart, as it may take a minute
 
 
 @dataclass
@@ -134,9 +132,8 @@ class Run:
         self.tokenizer = tokenizer
         self._model = model  # in bfloat16 or int8 until someone asks for `model`
         self.weights = weights
-        self._cache = cache
+        self.cache = cache
         self._prepared: _Prepared | None = None
-        self._index: TextIndex | None = None
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self._model.parameters())
@@ -144,11 +141,8 @@ class Run:
         return f"<Run {self.path}: step {self.step}, {size:,} parameters, {tokenizer}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy everything but the engines, which hold pointers into the memory of this run.
-
-        The index of the training text lies in the cache.
-        """
-        state = {**self.__dict__, "_prepared": None, "_index": None}
+        """Copy everything but the engines, which hold pointers into the memory of this run."""
+        state = {**self.__dict__, "_prepared": None}
         state.pop("_chat_template", None)
         return state
 
@@ -283,12 +277,12 @@ class Run:
         engine = NativeEngine.name if compiled else TorchEngine.name
         return Generation(tokens, texts, logprobs, engine)
 
-    def find_sources(self, text: str, prompt: str = "") -> "Sources":
+    def find_copies(self, text: str, prompt: str = "") -> "Copies":
         """Find what of a text stands verbatim in the training text, and where it stands there.
 
-            sources = run.find_sources(run.generate("The "), "The ")
-            print(sources.describe())
-            for copy in sources.copies:
+            found = run.find_copies(run.generate("The "), "The ")
+            print(found.describe())
+            for copy in found.copies:
                 print(copy.start, copy.end, copy.file, copy.line)
 
         A copy has 20 characters or more. The `prompt` that the text continues is not counted, but a
@@ -296,20 +290,11 @@ class Run:
         DataError if the training text is gone or has changed, for a run that was not trained here,
         and for a text that is not valid Unicode.
         """
-        from gptmini.copies.find import find_sources  # noqa: PLC0415 - as above
-
-        return find_sources(self.open_index(), text, prompt)
-
-    def open_index(self) -> "TextIndex":
-        """Open the index of the training text, or make it; DataError as `find_sources` does."""
-        from gptmini.copies.training_text import open_index  # noqa: PLC0415 - as above
-
-        with _indexing:
-            if self._index is None:
-                self._index = open_index(
-                    self.path, self.config, self.tokenizer, self.corpus, self._cache
-                )
-        return self._index
+        try:
+            from gptmini.extras.sources import training_text  # noqa: PLC0415 - a door
+        except ModuleNotFoundError:
+            raise make_missing_wing_error("finding copies", "sources") from None
+        return training_text.find_copies(self, text, prompt)
 
     def create_text(
         self,
@@ -459,7 +444,7 @@ class Run:
         with _preparing:
             if self._prepared is None or not self._prepared.fingerprint.matches(self._model):
                 self._prepared = None
-                library = native.load_library(self._model, self.weights, self._cache)
+                library = native.load_library(self._model, self.weights, self.cache)
                 model = self._convert_for_torch() if library is None else self._model
                 self._prepared = _Prepared(Fingerprint(self._model), library, model)
             return self._prepared

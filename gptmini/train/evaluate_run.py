@@ -112,6 +112,17 @@ def measure_compressors(corpus: Corpus, split: Split = "validation") -> dict[str
     return figures
 
 
+def measure_copied(run: Run, corpus: Corpus, split: Split = "validation") -> float | None:
+    """Measure what share of a held-out part stands in the training text, word for word.
+
+    It is what to compare with when a model copies. None where it would take long.
+    """
+    if sum(map(len, corpus.training)) > MAX_COMPRESSED_TOKENS:
+        return None
+    held_out = read_bytes(get_held_out(corpus, split), corpus.tokenizer)
+    return run.find_copies(held_out.decode(errors="replace")).share
+
+
 def _measure_xz(text: bytes) -> int:
     return len(lzma.compress(text, preset=9))
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gptmini import files
 from gptmini.console import format_bytes
-from gptmini.copies.index import PADDING, TextIndex
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.extras.page.simplify import simplify_tokenizer
 from gptmini.generate.native.precision import quantize
@@ -72,7 +71,7 @@ def export_page(
     say where a text comes from. Raises ConfigError for a model or text that is too large, DataError
     for a tokenizer that the page cannot run, and for a training text that is gone.
     """
-    index = run.open_index() if sources else None
+    index = run.find_copies("").index if sources else None
     precision = precision or choose_precision(run)
     checkpoints = read_checkpoints(run)
     page = build_page(run, precision, checkpoints, prompt, index=index)
@@ -98,13 +97,13 @@ def build_page(
     checkpoints: Mapping[int, EncodedWeights] | None = None,
     prompt: str = "",
     server: dict[str, Any] | None = None,
-    index: TextIndex | None = None,
+    index: Any = None,
 ) -> bytes:
     """Build the page of a run; it opens on a prompt.
 
     `checkpoints` are earlier ones of the same run, by step; `server` is what page.js has to know of
-    the server that gives the page, see served.py; `index` has the training text, if the page is to
-    hold it.
+    the server that gives the page, see served.py; `index` is that of the training text, if the page
+    is to hold it.
     """
     tokenizer = get_page_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
@@ -120,7 +119,7 @@ def build_page(
         {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
     ]
     if index is not None:
-        text = index.text[:-PADDING].tobytes()
+        text = index.get_text()
         if len(text) > MAX_SOURCES_BYTES:
             raise ConfigError(
                 f"{run.path}: its training text has {format_bytes(len(text))}, and a page holds "

@@ -97,7 +97,7 @@ class TrainingText {
     this.pieces = pieces;
   }
 
-  /** Find what of a text stands in this one, as Python's `find_sources` does. */
+  /** Find what of a text stands in this one, as Python's `search` does. */
   find(text) {
     const characters = Array.from(text);
     const encoder = new TextEncoder();
@@ -112,7 +112,7 @@ class TrainingText {
       while (bounds[start] < bounds[end] - measured[bounds[end]]) start += 1; // whole characters
       if (end - start < SHORTEST_COPY) continue;
       if (copies.at(-1)?.start === start) copies.pop();
-      copies.push({ start, end });
+      if (/[\p{L}\p{N}]/u.test(characters.slice(start, end).join(""))) copies.push({ start, end });
     }
     let covered = 0;
     let reached = 0;

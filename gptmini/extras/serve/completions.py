@@ -88,7 +88,7 @@ class Completion:
             limits.sources or not fields["sources"],
             "sources: not shown by this server; start it with gptmini serve --sources",
         )
-        self._find_sources = run.find_sources if fields["sources"] else None
+        self._find_copies = run.find_copies if fields["sources"] else None
         self.stream = fields["stream"]
         self.include_usage = fields["stream_options"].get("include_usage", False)
         prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
@@ -227,10 +227,10 @@ class Completion:
             "logprobs": self._build_logprobs(choice, events),
             "finish_reason": finish_reason,
         }
-        if self._find_sources is not None and finish_reason:
+        if self._find_copies is not None and finish_reason:
             text = choice.request.text
             generated = "" if self._n_hidden else text.text
-            built["sources"] = self._find_sources(generated, text.prompt).to_dict()
+            built["sources"] = self._find_copies(generated, text.prompt).to_dict()
         return built
 
     def adds_something(self, choice: dict[str, Any]) -> bool:

@@ -106,7 +106,7 @@ class Server:
             Route("/", self._send_page),
             Route("/page.json", guard(self._send_page_data)),
             Route("/weights", guard(self._send_weights)),
-            Route("/sources", guard(self._find_sources), methods=["POST"]),
+            Route("/sources", guard(self._find_copies), methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
@@ -219,7 +219,7 @@ class Server:
         pieces = self._page.weights()
         return self._send_pieces(pieces, self._page.size, "application/octet-stream", headers)
 
-    async def _find_sources(self, request: Request) -> Response:
+    async def _find_copies(self, request: Request) -> Response:
         """Find where a text comes from that the page shows."""
         if not self.limits.sources:
             raise HTTPException(404, "sources: not shown; start gptmini serve with --sources")
@@ -230,7 +230,7 @@ class Server:
             most = f"{self.limits.max_searched:,}"
             raise HTTPException(413, f"text: over {most} characters; shorten it")
         async with self._finding:
-            found = await run_in_threadpool(self._run.find_sources, text)
+            found = await run_in_threadpool(self._run.find_copies, text)
         # In ASCII, as the names of files may be any bytes.
         headers = {"Cache-Control": "no-store"}
         return Response(json.dumps(found.to_dict()), media_type="application/json", headers=headers)

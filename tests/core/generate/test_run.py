@@ -2,6 +2,7 @@ import copy
 import hashlib
 import itertools
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import ConfigError, DataError, MachineError
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.native import engine as native
@@ -469,18 +470,7 @@ def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
         assert text.tokens[0] not in tokenizer.end_tokens
 
 
-def test_a_run_finds_the_sources_of_a_text(trained: Path):
-    run = load_run(trained, cache=trained.parent / "cache")
-    text = "The quick brown fox jumps over the lazy dog."
-    with ThreadPoolExecutor(4) as pool:  # one of them makes the index
-        results = list(pool.map(run.find_sources, [text] * 8))
-    for sources in results:
-        (found,) = sources.copies
-        assert (found.start, found.end, found.line) == (1, len(text), 1)
-        assert Path(found.file).name == "text.txt"
-    copied = copy.deepcopy(run)
-    assert copied._index is None
-    assert copied.find_sources("lazy dog.", "jumps over the ").share == 1
-    assert copied.find_sources("lazy dog.").share == 0
-    with pytest.raises(DataError, match="no record of a text"):
-        Run("runs/x", run.config, run.tokenizer, run.model).find_sources(text)
+def test_without_the_wing_that_finds_copies_a_line_says_so(run: Run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gptmini.extras.sources", None)
+    with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
+        run.find_copies("the ")

@@ -71,7 +71,7 @@ def test_a_run_is_evaluated_as_the_command_does(text_file: Path, tmp_path: Path,
     cache = tmp_path / "cache"
     for words, data in (([], None), (["--data", "other.txt"], "other.txt")):
         printed = json.loads(gptmini("evaluate", *words, "--json")[1])
-        del printed["compressors"]  # which are none of the model
+        del printed["compressors"], printed["copied"]  # which are none of the model
         run = package.load("runs/text", weights="float32")
         for each in ("runs/text", run):
             assert package.evaluate(each, data, cache=cache).to_dict() == printed

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from gptmini.copies.find import find_sources
-from gptmini.copies.index import PADDING, TextIndex, build_index
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
+from gptmini.extras.sources.find import search
+from gptmini.extras.sources.index import TextIndex, build_index
+from gptmini.extras.sources.training_text import open_index
 from gptmini.generate.run import load_run
 from gptmini.tokenizer.chunks import Place
 from tests.extras.page.samples import random_run
@@ -23,6 +24,7 @@ ALPHABETS = [
     "a",
     "ab",
     "ab \n",
+    "-=* \n",
     "\u4e2d\u6587\u4e2c\u6e2d",  # these share bytes
     "\U0001f600\U0001f601\U0001f468\u200d\ufe0fb",
     "\xe9\xe8e\u0301\n\r",
@@ -55,7 +57,7 @@ def random_case(draw: random.Random, letters: str) -> tuple[list[str], str]:
 
 
 def pieces_of(index: TextIndex) -> list[Any]:
-    text = base64.b64encode(index.text[:-PADDING].tobytes()).decode()
+    text = base64.b64encode(index.get_text()).decode()
     return [text, {"files": index.names, "pieces": index.pieces.tolist()}]
 
 
@@ -80,7 +82,7 @@ def test_it_finds_what_python_finds(visit):
         index = index_of(*documents)
         arguments = [*pieces_of(index), text]
         found = tab.evaluate("([t, o, text]) => new TrainingText(atob(t), o).find(text)", arguments)
-        expected = find_sources(index, text).to_dict()
+        expected = search(index, text).to_dict()
         assert found["copies"] == expected["copies"], (documents, text)
         assert found["longest"] == expected["longest"]
         assert found["share"] == pytest.approx(expected["share"], abs=1e-4)
@@ -93,7 +95,7 @@ def test_a_text_of_one_character_takes_no_longer_than_another(visit):
     index = index_of("a" * 300_000)
     find = "([t, o, text]) => new TrainingText(atob(t), o).find(text)"
     found = tab.evaluate(find, [*pieces_of(index), "a" * 10_000])
-    assert found["copies"] == find_sources(index, "a" * 10_000).to_dict()["copies"]
+    assert found["copies"] == search(index, "a" * 10_000).to_dict()["copies"]
 
 
 def test_a_copy_is_marked_and_a_tap_says_where_it_stands(visit):
@@ -190,7 +192,7 @@ def test_a_page_holds_the_training_text_only_if_it_is_asked_to(gptmini, run):
         code, _, err = gptmini("export", run, "--to", "html", "--out", "page.html", *words)
         assert code == 0, err
         pages[bool(words)] = Path("page.html").read_bytes()
-    text = load_run(run, "cpu", "float32").open_index().text[:-PADDING].tobytes()
+    text = open_index(load_run(run, "cpu", "float32")).get_text()
     blobs = re.findall(rb'<script type="text/plain" id="[\w-]+">([^<]*)', pages[False])
     held = pages[False] + b"".join(map(base64.b64decode, blobs))
     assert blobs

@@ -73,7 +73,7 @@ def test_each_option_reaches_the_server(gptmini, tmp_path, monkeypatch, words, c
     monkeypatch.setattr(server, "serve", lambda app, listening: listening.close())
     if words == ["--sources"]:
         assert gptmini("serve", str(folder), *words)[0] == 3  # its run has no text
-        monkeypatch.setattr(loading.Run, "find_sources", lambda run, text: None)
+        monkeypatch.setattr(loading.Run, "find_copies", lambda run, text: None)
     if words[:1] == ["GPTMINI_API_KEY"]:
         monkeypatch.setenv(*words)
         words = []

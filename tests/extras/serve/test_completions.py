@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.copies.find import Copy, Sources
 from gptmini.errors import ConfigError
 from gptmini.extras.serve.completions import DEFAULT_FIELDS, SAMPLE_SETTINGS, Completion
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Scheduler, TokenEvent, TokenEvents
+from gptmini.extras.sources.find import Copies, Copy
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.run import Run
 from gptmini.tokenizer import bpe
@@ -270,11 +270,11 @@ def test_the_end_of_a_text_says_where_it_comes_from(monkeypatch, stream):
     run = run_of()
     asked: list[tuple[str, str]] = []
 
-    def find(text: str, prompt: str) -> Sources:
+    def find(text: str, prompt: str) -> Copies:
         asked.append((text, prompt))
-        return Sources(3, [Copy(0, 2, "a.txt", 5, 1)])
+        return Copies(3, [Copy(0, 2, "a.txt", 5, 1)])
 
-    monkeypatch.setattr(run, "find_sources", find)
+    monkeypatch.setattr(run, "find_copies", find)
     fields = {"prompt": "the ", "max_tokens": 3, "n": 2, "sources": True, "stream": stream}
     completion = Completion(run, "small", Limits(max_waiting=8, sources=True), fields)
     first, second = generate(run, completion)

@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from gptmini.cli.serve import _build_page
-from gptmini.copies.index import build_index
 from gptmini.errors import DataError
 from gptmini.extras.page import export, served
 from gptmini.extras.page.served import ServedPage, build_served_page
 from gptmini.extras.serve.limits import Limits
+from gptmini.extras.sources import training_text
+from gptmini.extras.sources.index import build_index
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
@@ -465,12 +466,12 @@ SEA = "The sea was calm and the sky was grey that day."
 
 
 @pytest.fixture
-def remembering(run: Run) -> Run:
+def remembering(run: Run, monkeypatch) -> Run:
     """A run with a training text."""
     state = run.state | {"corpus": "text"}
     remembering = Run(run.path, run.config, run.tokenizer, run.model, state)
-    remembering.open_index = lambda: index
     index = build_index([(f"one\n{SEA}".encode(), True, Place("notes/a.md", 11))])
+    monkeypatch.setattr(training_text, "open_index", lambda _: index)
     return remembering
 
 
@@ -495,11 +496,11 @@ def test_the_server_says_where_the_text_comes_from(
         assert visit.asked.count(f"{url}/sources") == 2
 
 
-def test_a_reason_is_given_once(remembering: Run, visit):
-    def refuse() -> None:
+def test_a_reason_is_given_once(remembering: Run, visit, monkeypatch):
+    def refuse(_: Run) -> None:
         raise DataError("notes: not the text that runs/x was trained on; restore it")
 
-    remembering.open_index = refuse
+    monkeypatch.setattr(training_text, "open_index", refuse)
     with serving(remembering, page=page_of(remembering, sources=True), sources=True) as url:
         tab = visit(url)
         tab.locator("#sources summary").click()

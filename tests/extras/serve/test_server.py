@@ -23,13 +23,14 @@ import openai
 import pytest
 import torch
 
-from gptmini.copies.find import Sources
-from gptmini.copies.index import build_index
 from gptmini.errors import MachineError
 from gptmini.extras.serve import server
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Request, Scheduler
 from gptmini.extras.serve.server import Server, listen
+from gptmini.extras.sources import training_text
+from gptmini.extras.sources.find import Copies
+from gptmini.extras.sources.index import build_index
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.native import engine as native
@@ -914,7 +915,7 @@ def test_a_port_in_use_is_one_line(gptmini, trained: Path):
 def test_the_page_may_ask_where_a_text_comes_from(trained: Path, tmp_path: Path):
     run = load_run(trained, cache=new_cache(tmp_path))
     text = "\U0001f600 a quick brown fox jumps over the lazy cat"
-    expected = run.find_sources(text).to_dict()
+    expected = run.find_copies(text).to_dict()
     assert [copy["line"] for copy in expected["copies"]] == [1]
     with serving(run, max_body_bytes=1000, sources=True) as url:
         answer = HTTP.post(f"{url}/sources", json={"text": text})
@@ -938,7 +939,7 @@ def test_names_of_files_of_any_bytes_are_sent(trained: Path, tmp_path: Path, mon
     run = load_run(trained, cache=new_cache(tmp_path))
     text = "a stretch of twenty and more"
     index = build_index([(text.encode(), True, Place("a\udcff.txt", 1))])
-    monkeypatch.setattr(run, "open_index", lambda: index)
+    monkeypatch.setattr(training_text, "open_index", lambda _: index)
     with serving(run, sources=True) as url:
         (copy_found,) = HTTP.post(f"{url}/sources", json={"text": text}).json()["copies"]
     assert copy_found["file"] == "a\udcff.txt"
@@ -957,14 +958,14 @@ def test_a_training_text_that_is_gone_is_named(trained: Path, tmp_path: Path):
 def test_texts_go_on_while_sources_are_found(trained: Path, monkeypatch):
     run = load_run(trained)
     begun, enough = threading.Semaphore(0), threading.Event()
-    nothing = Sources(1, [])
+    nothing = Copies(1, [])
 
-    def slowly(text: str) -> Sources:
+    def slowly(text: str) -> Copies:
         begun.release()
         assert enough.wait(600)
         return nothing
 
-    monkeypatch.setattr(run, "find_sources", slowly)
+    monkeypatch.setattr(run, "find_copies", slowly)
     with serving(run, sources=True) as url, ThreadPoolExecutor(3) as pool:
         ask = partial(HTTP.post, f"{url}/sources", json={"text": "x"})
         asked = [pool.submit(ask) for _ in range(3)]
@@ -982,12 +983,12 @@ def test_other_requests_go_on_while_the_sources_of_an_answer_are_found(trained: 
     run = load_run(trained)
     begun, enough = threading.Event(), threading.Event()
 
-    def slowly(text: str, prompt: str) -> Sources:
+    def slowly(text: str, prompt: str) -> Copies:
         begun.set()
         assert enough.wait(600)
-        return Sources(len(text), [])
+        return Copies(len(text), [])
 
-    monkeypatch.setattr(run, "find_sources", slowly)
+    monkeypatch.setattr(run, "find_copies", slowly)
     fields = {"prompt": "x", "max_tokens": 3, "sources": True}
     with serving(run, sources=True) as url, ThreadPoolExecutor(2) as pool:
         for stream in (False, True):

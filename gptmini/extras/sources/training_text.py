@@ -7,17 +7,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, say, show_elapsed
-from gptmini.copies.index import (
-    Piece,
-    TextIndex,
-    build_index,
-    decode_pieces,
-    read_index,
-    write_index,
-)
 from gptmini.data.corpus import (
     find_number_files,
     find_token_files,
@@ -26,6 +20,16 @@ from gptmini.data.corpus import (
     prepare_corpus,
 )
 from gptmini.errors import DataError
+from gptmini.extras.sources.find import Copies, search
+from gptmini.extras.sources.index import (
+    Piece,
+    TextIndex,
+    build_index,
+    decode_pieces,
+    read_index,
+    write_index,
+)
+from gptmini.generate.run import Run
 from gptmini.tokenizer.chunks import TextChunk
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -35,10 +39,28 @@ MAX_TEXT_BYTES = 300_000_000
 SLOW_TEXT_BYTES = 20_000_000
 
 
-def open_index(
+# Threads that share a run share its index.
+_indexes: WeakKeyDictionary[Run, TextIndex] = WeakKeyDictionary()
+_indexing = Lock()
+
+
+def find_copies(run: Run, text: str, prompt: str = "") -> Copies:
+    """Find what of a text stands in the training text of a run; `Run.find_copies` describes it."""
+    return search(open_index(run), text, prompt)
+
+
+def open_index(run: Run) -> TextIndex:
+    """Return the index of a run's training text, which the first call opens or makes."""
+    with _indexing:
+        if run not in _indexes:
+            _indexes[run] = load_index(run.path, run.config, run.tokenizer, run.corpus, run.cache)
+        return _indexes[run]
+
+
+def load_index(
     run: Path, config: Config, tokenizer: Tokenizer, content: str, cache: Path
 ) -> TextIndex:
-    """Open the index of a run's training text; make it if it is not in the cache.
+    """Load the index of a run's training text; make it if it is not in the cache.
 
     `content` is the SHA-256 of the text that the run was trained on. DataError for a text that is
     not there any more or has changed, for a run without one, and for a text that is too large.

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.copies import suffixes
+from gptmini.extras.sources import suffixes
 
 
 def sort(data: bytes) -> list[int]:

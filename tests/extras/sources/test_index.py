@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gptmini.copies import index as indexes
-from gptmini.copies import training_text
-from gptmini.copies.find import Sources, find_sources
-from gptmini.copies.index import TextIndex
-from gptmini.copies.training_text import open_index
 from gptmini.data.corpus import prepare_corpus, prepare_token_file
 from gptmini.errors import DataError
+from gptmini.extras.sources import index as indexes
+from gptmini.extras.sources import training_text
+from gptmini.extras.sources.find import Copies, search
+from gptmini.extras.sources.index import TextIndex
+from gptmini.extras.sources.training_text import load_index
 from tests.support import tiny
 
 SEA = "The sea was calm and the sky was grey that day."
@@ -31,11 +31,11 @@ def open_of(path: str | list[str], kind: str = "byte", **data) -> TextIndex:
     config = tiny(data={"path": path, **data}, tokenizer={"kind": kind})
     cache = Path("cache")
     corpus = prepare_corpus(config, cache)
-    return open_index(RUN, config, corpus.tokenizer, corpus.content, cache)
+    return load_index(RUN, config, corpus.tokenizer, corpus.content, cache)
 
 
 def places(index: TextIndex, text: str) -> list[str]:
-    found: Sources = find_sources(index, text)
+    found: Copies = search(index, text)
     return [f"{copy.place} #{copy.document} {copy.length}" for copy in found.copies]
 
 
@@ -78,12 +78,10 @@ def test_lines_of_records():
 def test_the_topics_of_python_have_names():
     text = "The assert statement is a convenient way to insert debugging"
     index = open_of("builtin:python-docs")
-    (copy,) = find_sources(
-        index, "Assert statements are a convenient way to insert debugging"
-    ).copies
+    (copy,) = search(index, "Assert statements are a convenient way to insert debugging").copies
     assert copy.file == "builtin:python-docs, assert"
     assert copy.line is not None
-    assert find_sources(index, text).longest is not None
+    assert search(index, text).longest is not None
 
 
 def test_messages_of_a_conversation_are_texts_of_their_own():
@@ -94,16 +92,16 @@ def test_messages_of_a_conversation_are_texts_of_their_own():
         rows.append(json.dumps({"messages": [ask, answer]}))
     Path("a.jsonl").write_text("\n".join(rows))
     index = open_of("a.jsonl")
-    found = find_sources(index, f"of 7, that is: {SEA}")
+    found = search(index, f"of 7, that is: {SEA}")
     assert (found.share, found.longest.line) == (1, 8)
-    assert len(find_sources(index, f"{FILLER[:200]}of 7, that is: {SEA}").copies) == 2
+    assert len(search(index, f"{FILLER[:200]}of 7, that is: {SEA}").copies) == 2
 
 
 def test_only_what_was_trained_on_is_in_it():
     Path("a.txt").write_text(f"{FILLER}\n{SEA}")
     index = open_of("a.txt", validation=0.05)
     assert places(index, SEA) == []
-    assert find_sources(index, FILLER[:100]).share == 1
+    assert search(index, FILLER[:100]).share == 1
     Path("b.txt").write_text(f"{SEA}\n{FILLER}")
     Path("c.txt").write_text(f"{HILL}\n{FILLER}")
     both = open_of(["b.txt", "c.txt"], weights=[1, 3])
@@ -156,18 +154,18 @@ def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
     config = tiny(data={"path": "a.txt"})
     corpus = prepare_corpus(config, Path("cache"))
     arguments = (RUN, config, corpus.tokenizer)
-    open_index(*arguments, corpus.content, Path("cache"))
+    load_index(*arguments, corpus.content, Path("cache"))
     Path("a.txt").write_text(f"{SEA}\n{FILLER}".replace("calm", "wild"))
     with pytest.raises(DataError, match=r"a\.txt: .*runs.my.*restore"):
-        open_index(*arguments, corpus.content, Path("cache"))
+        load_index(*arguments, corpus.content, Path("cache"))
     Path("a.txt").unlink()
     with pytest.raises(DataError, match=r"a\.txt: no such file"):
-        open_index(*arguments, corpus.content, Path("cache"))
+        load_index(*arguments, corpus.content, Path("cache"))
     with pytest.raises(DataError, match=r"runs.my: .*no record of a text"):
-        open_index(*arguments, "", Path("cache"))
+        load_index(*arguments, "", Path("cache"))
     piped = tiny(data={"path": "-"})
     with pytest.raises(DataError, match=r"runs.my: .*standard input"):
-        open_index(RUN, piped, corpus.tokenizer, corpus.content, Path("cache"))
+        load_index(RUN, piped, corpus.tokenizer, corpus.content, Path("cache"))
 
 
 def test_a_text_that_is_too_large_is_refused(monkeypatch):

@@ -5,14 +5,14 @@ overlap, as two that stand in different files, but none lies within another.
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gptmini.copies.index import PADDING, TextIndex
-from gptmini.copies.suffixes import Bytes
 from gptmini.errors import DataError
+from gptmini.extras.sources.index import PADDING, TextIndex
+from gptmini.extras.sources.suffixes import Bytes
 
 SHORTEST_COPY = 20  # characters; few as long are chance (scripts/LOG.md, 2026-11-27)
 # Bytes to which all matches are measured; the few longer ones are then followed to their end.
@@ -55,14 +55,15 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Where a text comes from: its length in characters, and its copies, in order.
+class Copies:
+    """What a text copies: its length in characters, and its copies, in order.
 
     `share` is that of the characters which belong to a copy.
     """
 
     n_characters: int
     copies: list[Copy]
+    index: TextIndex | None = field(default=None, compare=False, repr=False)  # that was searched
 
     @property
     def share(self) -> float:
@@ -100,18 +101,17 @@ class Sources:
         return {"share": round(self.share, 4), "longest": longest, "copies": copies}
 
 
-def find_sources(
-    index: TextIndex, text: str, prompt: str = "", shortest: int = SHORTEST_COPY
-) -> Sources:
+def search(index: TextIndex, text: str, prompt: str = "", shortest: int = SHORTEST_COPY) -> Copies:
     """Find the copies of a text that continues a prompt.
 
     The prompt is searched only to see a copy that begins in it and goes on in the text. A copy is
-    on whole characters. DataError for a text that is not valid Unicode.
+    on whole characters, and has a letter or a digit: rules of dashes are nobody's words. DataError
+    for a text that is not valid Unicode.
     """
     spans = find_matches(index, prompt + text, shortest)
     copies: list[Copy] = []
     for start, end in spans:
-        if end <= len(prompt):
+        if end <= len(prompt) or not any(map(str.isalnum, (prompt + text)[start:end])):
             continue
         position = find_first(index, (prompt + text)[start:end].encode())
         begin = max(0, start - len(prompt))
@@ -122,7 +122,7 @@ def find_sources(
         if copies and copies[-1].start == begin:  # both began in the prompt
             copies.pop()
         copies.append(Copy(begin, end - len(prompt), file, line, document))
-    return Sources(len(text), copies)
+    return Copies(len(text), copies, index)
 
 
 def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, int]]:

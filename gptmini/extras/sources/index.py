@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from gptmini import files
-from gptmini.copies.suffixes import Bytes, Positions, sort_suffixes
 from gptmini.data.token_file import TokenFile
 from gptmini.errors import DataError, describe_os_error
+from gptmini.extras.sources.suffixes import Bytes, Positions, sort_suffixes
 from gptmini.tokenizer.chunks import Place
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -46,6 +46,10 @@ class TextIndex:
     order: Positions
     names: list[str]
     pieces: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+    def get_text(self) -> bytes:
+        """Return the text, with a SEPARATOR behind each document."""
+        return self.text[:-PADDING].tobytes()
 
     def locate(self, position: int) -> tuple[str, int | None, int]:
         """Return the file, the line and the document of a position, each from 1 on.
