@@ -118,9 +118,10 @@ def measure_narrow_difference(
 ) -> tuple[float, float]:
     """Return how far logits in bfloat16 or int8 are from torch's with inputs rounded likewise.
 
-    The second number is what this rounding changes in torch. Where attention hangs on the last
-    bits, as with weights that are far too large, it is a large share of the logits, and so may be
-    the effect of a single input that is rounded the other way.
+    The second number is what rounding explains of it: twice what it changes in torch. Where
+    attention hangs on the last bits, as with weights that are far too large, that is a large share
+    of the logits. A single key that the two sides round in opposite directions then moves them
+    apart, one this way and one that.
     """
     reduced = _reduce_to_windows(model, weights)
     found = _compute_compiled(library, reduced, weights)  # (2, V)
@@ -128,7 +129,7 @@ def measure_narrow_difference(
     _round_inputs(library, reduced, weights)
     expected = _compute_in_torch(reduced)  # (2, V)
     difference = _compute_relative_difference(found, expected)
-    return difference, _compute_relative_difference(expected, exact)
+    return difference, 2 * _compute_relative_difference(expected, exact)
 
 
 def _list_positions(config: ModelConfig) -> Tensor:
@@ -209,9 +210,11 @@ def _reduce_to_windows(model: GPT, weights: str) -> GPT:
 def _round_inputs(library: ctypes.CDLL, model: GPT, weights: str) -> None:
     """Let torch round what the compiled step rounds: inputs of products, keys and values.
 
-    With int8, inputs have 16 bits, a hundred times as fine as bfloat16; they are left as they are.
-    Where AMX attends, it rounds queries and the weights of the values.
+    With int8, inputs are rounded to int16. That is fine, but keys and values that it moves across
+    the middle of two bfloat16 numbers are rounded the other way. Where AMX attends, it rounds
+    queries and the weights of the values.
     """
+    round_input = _round_to_int16 if weights == "int8" else _narrow
 
     def narrow_keys_and_values(
         project: Callable[..., tuple[Tensor, Tensor, Tensor]],
@@ -227,16 +230,22 @@ def _round_inputs(library: ctypes.CDLL, model: GPT, weights: str) -> None:
         attn.project_qkv = narrow_keys_and_values(attn.project_qkv)
         if library.gptmini_attends_by_tiles():
             attn.mix = functools.partial(_mix_narrow, attn)
-    if weights == "int8":
-        return
     for module in model.blocks.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs: (_narrow(inputs[0]),))
-    model.final_norm.register_forward_hook(lambda _, __, hidden: _narrow(hidden))
+            module.register_forward_pre_hook(lambda _, inputs: (round_input(inputs[0]),))
+    model.final_norm.register_forward_hook(lambda _, __, hidden: round_input(hidden))
 
 
 def _narrow(x: Tensor) -> Tensor:
     return x.bfloat16().float()
+
+
+def _round_to_int16(x: Tensor) -> Tensor:
+    """Round the inputs (..., D) of products to int16, one scale a token, as product.h does."""
+    sizes = x.abs()  # (..., D)
+    scale = torch.maximum(sizes.amax(-1) / 32767, sizes.sum(-1) / 16e6)  # (...)
+    scale = scale.clamp(min=1e-30)[..., None]  # (..., 1)
+    return (x / scale).round() * scale  # (..., D)
 
 
 def _mix_narrow(attn: Attention, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:

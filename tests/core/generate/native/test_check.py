@@ -304,6 +304,23 @@ def test_weights_of_any_size_pass_in_every_precision(model, weights, scale):
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@needs_compiler
+def test_a_key_that_int16_inputs_round_the_other_way_is_no_difference():
+    """Attention so steep made 6 % of the largest logit of a key's last bit."""
+    torch.manual_seed(36)
+    attention = {"variant": "gqa", "n_kv_head": 2}
+    steep = {"norm": "rmsnorm", "activation": "gelu", "position": "none", "tie_embeddings": False}
+    shape = {"vocab_size": 5, "n_layer": 3, "n_head": 4, "head_dim": 32, "d_model": 32, "d_ff": 40}
+    config = {**shape, **steep, "context_length": 40, "attention": attention}
+    model = GPT(ModelConfig.model_validate(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10).mul_(9)
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    difference, _ = check.measure_narrow_difference(library, model, "int8")
+    assert difference < check.NARROW_TOLERANCE / 10
+
+
 class Geglu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
