@@ -307,12 +307,15 @@ def _replace(source: Path, target: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut."""
+    """Make the names in a directory survive a power cut, where the file system can do that."""
     if IS_WINDOWS:  # cannot open directories
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         sync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # older SMB, WSL's drives, some FUSE
+            raise
     finally:
         os.close(descriptor)
 

@@ -1,5 +1,6 @@
 import errno
 import os
+import stat
 import subprocess
 import sys
 import types
@@ -198,6 +199,24 @@ def test_a_disk_that_cannot_flush_its_own_cache_is_synced_all_the_same(tmp_path,
     with (tmp_path / "a").open("wb") as file:
         files.sync(file.fileno())
         assert synced == [file.fileno()]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_is_written_where_only_folders_cannot_be_synced(code, tmp_path, monkeypatch):
+    """Some network drives and FUSE."""
+    fsync = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    files.atomic_write_bytes(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+    monkeypatch.setattr(files, "sync", lambda _: os.fsync(-1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        files.sync_directory(tmp_path)
 
 
 @pytest.mark.parametrize("write", [files.atomic_write_bytes, files.write_and_sync])
