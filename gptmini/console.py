@@ -21,6 +21,8 @@ from gptmini.files import IS_WINDOWS
 T = TypeVar("T")
 MARK = "\x1b[4;35m"  # underlined and magenta, which can be read on black and on white
 UNMARK = "\x1b[0m"
+# Separators of lines, and marks that turn the direction of what follows them.
+LINE_CONTROLS = "\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 _silent = False
 
@@ -143,10 +145,14 @@ def escape_control_characters(text: str) -> str:
     return "".join(_escape(character) for character in text.replace("\r", ""))
 
 
+def escape_line(text: str) -> str:
+    """Escape a text that must stay on one line, such as the name of a file."""
+    return escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def _escape(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) != "Cc":
-        return character
-    return ascii(character)[1:-1]  # without quotes
+    is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
+    return ascii(character)[1:-1] if is_control or character in LINE_CONTROLS else character
 
 
 class TrainingProgressBar:
@@ -328,8 +334,9 @@ def pad(text: str, width: int, to_right: bool = False) -> str:
 def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """Format rows of cells as aligned text, or as a Markdown table; the first row is the header.
 
-    Columns of numbers are aligned to the right.
+    Columns of numbers are aligned to the right. Cells may be names that a stranger chose.
     """
+    rows = [[escape_line(cell) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))
     min_width = 3 if markdown else 0
     widths = [max(min_width, *map(measure_width, column)) for column in columns]

@@ -275,6 +275,5 @@ _OTHER_OPTIONS = {
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:
     for line in lines:
-        one_line = console.escape_control_characters(line).replace("\n", "\\n")
-        print(f"gptmini: {one_line}", file=sys.stderr)
+        print(f"gptmini: {console.escape_line(line)}", file=sys.stderr)
     sys.exit(code)

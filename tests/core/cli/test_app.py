@@ -196,6 +196,12 @@ def test_control_characters_are_shown_not_obeyed():
     )
     ordinary = "\u3000l\u00a0homme\u202f! \u200d"
     assert console.escape_control_characters(ordinary + "\r\n") == ordinary + "\n"
+    assert console.escape_control_characters("a\u202eb\u2028c") == "a\\u202eb\\u2028c"
+
+
+def test_a_name_in_a_table_ends_no_line_and_turns_no_text():
+    table = console.format_table([["run", "size"], ["a\x1b[2J\nb\tc\u202ed\u2028", "1"]])
+    assert table.splitlines()[1:] == ["a\\x1b[2J\\nb\\tc\\u202ed\\u2028     1"]
 
 
 def test_help_answers_without_torch():
