@@ -1,8 +1,10 @@
 """Chat templates: the prompts that transformers makes, and templates that mean harm."""
 
+import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +115,8 @@ HOSTILE = {
     "import": "{% import 'os' as os %}",
     "change": "{{ messages.append(1) }}",
     "missing": "{{ nothing.at.all }}",
+    "kept": "{% set x %}{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}{% endset %}",
+    "constant": "{% set x %}{% for i in range(90000) %}" + "x" * 1000 + "{% endfor %}{% endset %}",
 }
 
 
@@ -132,6 +136,22 @@ def test_a_long_text_is_refused_before_it_is_whole(monkeypatch):
     assert template.render(few) == "abcde"
     with pytest.raises(CheckpointError, match="over 5 characters"):
         template.render([*few, {"content": "f"}, {"content": object.__doc__}])
+
+
+LOOP = "{% for i in range(99999) %}"
+ENDLESS = {
+    "loops": LOOP * 3 + "{% endfor %}" * 3,
+    "macros": "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(99) }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_never_ends_has_its_time(monkeypatch, name):
+    seconds = itertools.count()  # a clock on which every look takes a second
+    monkeypatch.setattr(chat, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    template = ChatTemplate(ENDLESS[name], {}, Path("run"))
+    with pytest.raises(CheckpointError, match="it takes over 5 seconds"):
+        template.render([{"role": "user", "content": "a"}])
 
 
 def test_threads_may_share_a_template():
