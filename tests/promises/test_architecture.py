@@ -63,7 +63,7 @@ DOORS = {  # the only modules that import a library
     "subprocess": {"machine", "generate.native.build", "extras.compare.compare"},
     "jinja2": {"tokenizer.chat_template"},
     "starlette": {"extras.serve.server"},
-    "uvicorn": {"extras.serve.server"},
+    "uvicorn": {"extras.serve.connection", "extras.serve.server"},
     "prometheus_client": {"extras.serve.server"},
     "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer", "cli.train"},
 }

@@ -128,7 +128,8 @@ def _check_messages(messages: Any) -> list[dict[str, Any]]:
         if message.get("role") not in ROLES:
             raise ConfigError(f"{where}.role: must be one of {', '.join(ROLES)}")
         for field, value in message.items():
-            if field not in ("role", "content") and value is not None:
+            # Clients send back whole answers of other servers, with fields that are empty.
+            if field not in ("role", "content", "name") and value not in (None, "", [], {}):
                 raise ConfigError(f"{where}.{shorten(field)}: {UNSUPPORTED}")
         checked.append({"role": message["role"], "content": _join_content(message, where)})
     return checked

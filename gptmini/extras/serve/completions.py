@@ -88,7 +88,8 @@ class Completion:
             limits.sources or not fields["sources"],
             "sources: not shown by this server; start it with gptmini serve --sources",
         )
-        self._find_copies = run.find_copies if fields["sources"] else None
+        self.finds_copies = fields["sources"]
+        self._find_copies = run.find_copies
         self.stream = fields["stream"]
         self.include_usage = fields["stream_options"].get("include_usage", False)
         prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
@@ -227,7 +228,7 @@ class Completion:
             "logprobs": self._build_logprobs(choice, events),
             "finish_reason": finish_reason,
         }
-        if self._find_copies is not None and finish_reason:
+        if self.finds_copies and finish_reason:
             text = choice.request.text
             generated = "" if self._n_hidden else text.text
             built["sources"] = self._find_copies(generated, text.prompt).to_dict()

@@ -17,13 +17,13 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import httptools  # noqa: F401  uvicorn loads it when it starts; name it here if it is missing
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -42,8 +42,10 @@ from gptmini.errors import (
 )
 from gptmini.extras.serve.chat import ChatCompletion
 from gptmini.extras.serve.completions import Completion, TooLongError
+from gptmini.extras.serve.connection import Connection
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Scheduler, TokenEvents
+from gptmini.extras.serve.workers import Workers
 from gptmini.generate.run import Run
 
 # Connections besides one for each text: those that wait, are refused, or ask for /health.
@@ -56,6 +58,7 @@ PIECE_BYTES = 1 << 18  # of what is sent in pieces
 INTERNAL_ERROR = "internal error; see the server's log"
 HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
 EVENT_STREAM = "text/event-stream; charset=utf-8"
+NO_STORE = {"Cache-Control": "no-store"}
 CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
 EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
 
@@ -110,6 +113,7 @@ class Server:
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
+            Route("/v1/models/{name:path}", guard(self._models)),
             Route("/v1/completions", guard(self._complete), methods=["POST"]),
             Route("/v1/chat/completions", guard(self._chat), methods=["POST"]),
         ]
@@ -159,11 +163,12 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        self._finding = asyncio.Lock()  # one at a time, as the first may index a text for a minute
+        self._preparing = Workers(self.limits.max_preparing)
+        self._finding = Workers(1)  # as the first may index a text for a minute
         self._scheduler.start()
         yield
         # In a thread, as it waits for the scheduler's present step.
-        await run_in_threadpool(self._scheduler.stop)
+        await asyncio.to_thread(self._scheduler.stop)
 
     def _guard(self, handler: Callable[[Request], Awaitable[Response]]) -> Any:
         """Let only requests with the key through, and none from the pages of other sites."""
@@ -208,16 +213,13 @@ class Server:
     async def _send_page_data(self, _: Request) -> Response:
         if self._page is None or not self._page.data:
             raise HTTPException(404, "the page has all its data")
-        return Response(
-            self._page.data, media_type="application/json", headers={"Cache-Control": "no-store"}
-        )
+        return Response(self._page.data, media_type="application/json", headers=NO_STORE)
 
     async def _send_weights(self, _: Request) -> Response:
         if self._page is None or self._page.weights is None:
             raise HTTPException(404, "the page has its weights, or they are too many for a browser")
-        headers = {"Cache-Control": "no-store"}
         pieces = self._page.weights()
-        return self._send_pieces(pieces, self._page.size, "application/octet-stream", headers)
+        return self._send_pieces(pieces, self._page.size, "application/octet-stream", NO_STORE)
 
     async def _find_copies(self, request: Request) -> Response:
         """Find where a text comes from that the page shows."""
@@ -229,11 +231,10 @@ class Server:
         if len(text) > self.limits.max_searched:
             most = f"{self.limits.max_searched:,}"
             raise HTTPException(413, f"text: over {most} characters; shorten it")
-        async with self._finding:
-            found = await run_in_threadpool(self._run.find_copies, text)
+        found = await self._finding.run(partial(self._run.find_copies, text))
         # In ASCII, as the names of files may be any bytes.
-        headers = {"Cache-Control": "no-store"}
-        return Response(json.dumps(found.to_dict()), media_type="application/json", headers=headers)
+        content = json.dumps(found.to_dict())
+        return Response(content, media_type="application/json", headers=NO_STORE)
 
     def _send_pieces(
         self, content: Iterable[memoryview], size: int, media_type: str, headers: dict[str, str]
@@ -248,8 +249,7 @@ class Server:
             for start in range(0, part.nbytes, PIECE_BYTES)
         )
         headers = headers | {"Content-Length": str(size)}
-        deadline = self._loop.time() + self.limits.request_seconds
-        return _TimedResponse(pieces, deadline, headers=headers, media_type=media_type)
+        return StreamingResponse(pieces, headers=headers, media_type=media_type)
 
     async def _health(self, _: Request) -> Response:
         alive = self._scheduler.is_alive()
@@ -258,9 +258,15 @@ class Server:
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, _: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
+        """List the one model, or describe it."""
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "gptmini"}
-        return JSONResponse({"object": "list", "data": [model]})
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        if name != self._name:
+            raise HTTPException(404, f"model: {shorten(name)!r} is not served; ask /v1/models")
+        return JSONResponse(model)
 
     async def _chat(self, request: Request) -> Response:
         if self._run.tokenizer.chat_template is None:
@@ -274,13 +280,22 @@ class Server:
         """Answer a request for a completion of a kind, once its texts are under way."""
         deadline = self._loop.time() + self.limits.request_seconds
         body = await self._read_in_time(request)
-        # In a thread, as splitting a long prompt into tokens takes a while.
-        completion = await run_in_threadpool(self._prepare, body, kind)
+        completion = await self._prepare_in_time(partial(self._prepare, request, body, kind))
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
         stream = self._stream_events(completion, deadline)
-        return _CompletionResponse(completion, stream, deadline)
+        in_thread = self._finding.run if completion.finds_copies else asyncio.to_thread
+        return _CompletionResponse(completion, stream, in_thread)
+
+    async def _prepare_in_time(self, prepare: Callable[[], Completion]) -> Completion:
+        """Prepare in a thread, as a long prompt, or an odd template or tokenizer, takes a while."""
+        try:
+            async with asyncio.timeout(self.limits.prepare_seconds):
+                return await self._preparing.run(prepare)
+        except TimeoutError:
+            problem = "prompt: took too long to become tokens; shorten it, or try again later"
+            raise HTTPException(503, problem, {"x-should-retry": "false"}) from None
 
     async def _read_in_time(self, request: Request) -> bytes:
         """Read the body before a deadline of its own."""
@@ -305,7 +320,11 @@ class Server:
             raise HTTPException(400, "upgrade: not supported; send HTTP/1.1 without it")
         return bytes(body)
 
-    def _prepare(self, body: bytes, kind: type[Completion]) -> Completion:
+    def _prepare(self, request: Request, body: bytes, kind: type[Completion]) -> Completion:
+        """Make texts of a body; runs in a thread, once that is free."""
+        left = asyncio.run_coroutine_threadsafe(request.is_disconnected(), self._loop)
+        if left.result():  # while it waited
+            raise ClientDisconnect
         data = _parse_object(body)
         if b"\\u" in body:  # only an escape can spell half of a character
             _check_unicode(data)
@@ -371,13 +390,10 @@ class _Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # DNS rebinding: a web site may point a name of its own at the reader's machine, so that its
-        # scripts may talk to this server. Requests under unknown names are refused.
-        host = Headers(scope=scope).get("host", "")
-        if self._hosts is not None and _parse_host(host) not in self._hosts:
-            known = " or ".join(self._hosts)
-            error = HTTPException(400, f"host: {shorten(host)!r} is not this server; use {known}")
-            await (await self._refuse(None, error))(scope, receive, send)
+        try:
+            self._check(Headers(scope=scope))
+        except HTTPException as problem:
+            await (await self._refuse(None, problem))(scope, receive, send)
             return
         started: Message = {}
 
@@ -398,39 +414,43 @@ class _Gate:
                 event = _format_event(json.loads(bytes(response.body))).encode()
                 await send({"type": "http.response.body", "body": event})
 
+    def _check(self, headers: Headers) -> None:
+        """Refuse what a proxy may read otherwise, and unknown hosts."""
+        hosts = headers.getlist("host")
+        if len(hosts) > 1:
+            raise HTTPException(400, "host: sent more than once; send it once")
+        if {each.lower() for each in headers.getlist("transfer-encoding")} - {"chunked"}:
+            raise HTTPException(501, "transfer-encoding: only chunked is known; leave others out")
+        # DNS rebinding: a web site may point a name of its own at the reader's machine, so that its
+        # scripts may talk to this server. Requests under unknown names are refused.
+        host = hosts[0] if hosts else ""
+        if self._hosts is not None and _parse_host(host) not in self._hosts:
+            known = " or ".join(self._hosts)
+            problem = f"{shorten(host)!r} is not this server; use {known}, or serve with --host"
+            raise HTTPException(400, f"host: {problem}")
 
-class _TimedResponse(StreamingResponse):
-    """A response that is cut off at a deadline, as sending waits while a client does not read."""
 
-    def __init__(self, content: Any, deadline: float, **options: Any) -> None:
-        self._deadline = deadline
-        super().__init__(content, **options)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._deadline):
-                await super().__call__(scope, receive, send)
-
-
-class _CompletionResponse(_TimedResponse):
+class _CompletionResponse(StreamingResponse):
     """The response to a request; however it ends, its texts leave the engine.
 
     A response that is not streamed is one chunk. Starlette cancels both kinds when the client
     disconnects, so that nobody generates for a client that is gone.
     """
 
-    def __init__(self, completion: Completion, stream: EventStream, deadline: float) -> None:
+    def __init__(
+        self, completion: Completion, stream: EventStream, in_thread: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """`in_thread` calls a function in another thread, as the end of a text may take long."""
         self._completion = completion
         self._stream = stream
+        self._in_thread = in_thread
         if completion.stream:
             self._chunks = self._format_events()
             media_type = EVENT_STREAM
         else:
             self._chunks = self._collect_response()
             media_type = "application/json"
-        headers = {"Cache-Control": "no-store"}
-        # One more second lets `_stream_events` report the deadline first.
-        super().__init__(self._chunks, deadline + 1, headers=headers, media_type=media_type)
+        super().__init__(self._chunks, headers=NO_STORE, media_type=media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; then cancel all texts that have not ended."""
@@ -442,6 +462,8 @@ class _CompletionResponse(_TimedResponse):
     async def stream_response(self, send: Send) -> None:
         """Wait for the first chunk before the status is sent, as an error changes the status."""
         first = await anext(self._chunks)
+        if not self._completion.stream:  # it is all
+            self.headers["Content-Length"] = str(len(first.encode()))
         self.body_iterator = self._chunks_from(first)
         await super().stream_response(send)
 
@@ -473,10 +495,11 @@ class _CompletionResponse(_TimedResponse):
         yield "data: [DONE]\n\n"
 
     async def _build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
-        """Build a choice; that of a text's end in a thread, as its sources may be searched for."""
+        build = partial(self._completion.build_choice, index, events)
         if events[-1].finish_reason is None:
-            return self._completion.build_choice(index, events)
-        return await run_in_threadpool(self._completion.build_choice, index, events)
+            return build()
+        built: dict[str, Any] = await self._in_thread(build)
+        return built
 
 
 def _format_event(data: dict[str, Any]) -> str:
@@ -541,6 +564,10 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
         status = error.status_code
         message = error.detail
         headers = error.headers
+        if status == 404 and message == "Not Found":  # Starlette's word
+            message = "no such address; the API is at /v1, such as /v1/completions"
+        elif status == 405:
+            message = f"method: not for this address; use {(headers or {}).get('Allow')}"
     elif isinstance(error, ConfigError | DataError):
         status = 413 if isinstance(error, TooLongError) else 400
         # Clients know the settings by the names of OpenAI's fields.
@@ -592,7 +619,7 @@ def list_host_names(listening: socket.socket) -> list[str] | None:
     address = str(listening.getsockname()[0])
     if not ipaddress.ip_address(address).is_loopback:
         return None
-    return [*LOOPBACK_NAMES, address]
+    return list(dict.fromkeys([*LOOPBACK_NAMES, address]))
 
 
 def create_http_server(server: Server) -> uvicorn.Server:
@@ -600,8 +627,7 @@ def create_http_server(server: Server) -> uvicorn.Server:
     limits = server.limits
     config = uvicorn.Config(
         server.app,
-        # h11, the other parser, is Python: a body in chunks of a byte would hold up everybody.
-        http="httptools",
+        http=partial(Connection, limits),  # type: ignore[arg-type]  # called, not derived from
         ws="none",
         log_config=None,
         server_header=False,

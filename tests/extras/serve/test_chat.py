@@ -78,7 +78,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, r"messages\[0\].content: must be text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
     ({"messages": [{"role": "user", "content": "a b " * 99}]}, "^messages: [0-9]+ tokens, but the"),
-    ({"messages": [{**HI[0], "name": "Ann"}]}, r"messages\[0\].name: not supported"),
+    ({"messages": [{**HI[0], "audio": {"id": "a"}}]}, r"messages\[0\].audio: not supported"),
     ({"messages": [{**HI[0], "content": [{"type": "text", "text": "a", "n": 1}]}]}, "parts of"),
     ({"messages": HI, "tools": []}, "tools: not supported; leave it out"),
     ({"messages": HI, "prompt": "a"}, "prompt: not supported; leave it out"),
@@ -104,8 +104,8 @@ def test_null_in_a_field_is_as_good_as_leaving_it_out(run):
         assert other.sample == plain.sample, key
         assert [each.n_logprobs for each in other.requests] == [None], key
         assert not other.stream, key
-    message = {"role": "user", "content": "Hi", "name": None}
-    assert ask(run, messages=[message]).prompt_tokens == plain.prompt_tokens
+    empty = {"name": "Ann", "refusal": None, "annotations": [], "reasoning_content": ""}
+    assert ask(run, messages=[HI[0] | empty]).prompt_tokens == plain.prompt_tokens
     part = {"type": "text", "text": "Hi", "image_url": None}
     assert ask(run, messages=[{"role": "user", "content": [part]}]).prompt_tokens == (
         plain.prompt_tokens

@@ -62,7 +62,7 @@ def test_each_option_reaches_the_server(gptmini, tmp_path, monkeypatch, words, c
         return listen("127.0.0.1", 0)
 
     def note_server(run: Any, limits: Any, key: str, hosts: list[str] | None, page: Any) -> Any:
-        assert (run.path, hosts) == (folder, ["127.0.0.1", "localhost", "::1", "127.0.0.1"])
+        assert (run.path, hosts) == (folder, ["127.0.0.1", "localhost", "::1"])
         seen.update({"key": key, "rows and queue": (limits.max_rows, limits.max_waiting)})
         seen["sources"] = limits.sources
         return create(run, limits, key, hosts, page)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,9 @@ import pytest
 import torch
 
 from gptmini.errors import MachineError
+from gptmini.extras.serve import connection as connections
 from gptmini.extras.serve import server
+from gptmini.extras.serve.connection import Flow
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Request, Scheduler
 from gptmini.extras.serve.server import Server, listen
@@ -468,6 +470,7 @@ def test_a_body_in_chunks_that_gets_too_long_is_refused(url: str):
         b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
         b"Content-Length: 99999999999999999999\r\n\r\n",
         b"Content-Length : 5\r\n\r\n",
+        b"Host: localhost\r\nConnection: close\r\n\r\n",
     ],
 )
 def test_a_body_whose_end_a_proxy_may_see_elsewhere_is_refused(url: str, rest: bytes):
@@ -502,6 +505,91 @@ def test_a_target_may_name_the_server(url: str):
         assert read_head(absolute).startswith("HTTP/1.1 200 ")
 
 
+def read_all(connection: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            found += part
+    return found
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"a:\r\n" * 10_000,
+        GET + b"a: " + b"a" * 40_000,
+        b"GET /" + b"a" * 40_000,
+        HEAD + CHUNKED + b"\r\n1\r\nx\r\n0\r\n" + b"a:\r\n" * 10_000,
+        b"\r\n" * 20_000,
+    ],
+    ids=["many headers", "one header", "target", "trailers", "empty lines"],
+)
+def test_a_head_without_end_is_refused(url: str, head: bytes):
+    with connection(url, head) as endless:
+        assert b"HTTP/1.1 431 " in read_all(endless)
+
+
+def test_long_heads_are_read(url: str):
+    target = "health?" + "a" * 15_000
+    answer = HTTP.get(f"{url}/{target}", headers={"cookie": "a" * 15_000})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", GET, GET + b"\r\n", HEAD + b"Content-Length: 9\r\n\r\n", HEAD + CHUNKED + b"\r\n"]
+)
+def test_a_connection_without_requests_ends(run: Run, sent: bytes):
+    with serving(run, read_seconds=1) as url, connection(url, sent) as idle:
+        read_all(idle)  # ends, where it went on for ever
+
+
+def test_bytes_of_a_head_do_not_prolong_its_time(run: Run):
+    with (
+        serving(run, read_seconds=1) as url,
+        connection(url, GET) as slow,
+        suppress(OSError),  # ended by the server
+    ):
+        while True:
+            slow.sendall(b"a:b\r\n")
+            time.sleep(0.1)
+
+
+def test_few_requests_of_a_connection_are_read_before_they_are_answered(run: Run, monkeypatch):
+    most = 0
+    resume = Flow.resume_reading
+
+    def note(flow: Flow) -> None:
+        nonlocal most
+        most = max(most, len(flow._connection.pipeline))
+        resume(flow)
+
+    monkeypatch.setattr(Flow, "resume_reading", note)
+    n = 3000
+    with serving(run) as url, connection(url, b"") as hasty:
+        sender = threading.Thread(target=hasty.sendall, args=[(GET + b"\r\n") * n])
+        sender.start()
+        found = b""
+        while found.count(b"HTTP/1.1 200 ") < n:
+            found += hasty.recv(1 << 16)
+        sender.join()
+    assert most <= 16 + 4096 // len(GET)
+
+
+def test_a_client_that_never_reads_loses_its_connection(run: Run, monkeypatch):
+    monkeypatch.setattr(connections, "SPARE_SECONDS", 0)
+    with serving(run, request_seconds=1) as url, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        deaf.settimeout(600)
+        with suppress(OSError):
+            while True:
+                deaf.sendall((GET + b"\r\n") * 1000)
+
+
 def test_too_many_connections_are_refused_until_some_end(run: Run, monkeypatch):
     monkeypatch.setattr(server, "SPARE_CONNECTIONS", 0)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -517,9 +605,65 @@ def test_too_many_connections_are_refused_until_some_end(run: Run, monkeypatch):
 def test_other_routes_and_methods(url: str, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="a base model has no chat format"):
         client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}])
-    assert HTTP.get(f"{url}/v1/completions").status_code == 405
-    assert HTTP.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
+    answer = HTTP.get(f"{url}/v1/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "method: not for this address; use POST"
+    answer = HTTP.get(f"{url}/nothing")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith("no such address; the API is at /v1")
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="model: 'gpt-4' is not served"):
+        client.models.retrieve("gpt-4")
     assert HTTP.get(f"{url}/health").json() == {"status": "ok"}
+
+
+def test_other_encodings_of_a_body_are_refused(url: str):
+    coded = HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"
+    with connection(url, coded) as sender:
+        assert read_head(sender).startswith("HTTP/1.1 501 ")
+
+
+def test_prompts_that_take_long_leave_the_server_to_others(run: Run, monkeypatch):
+    begun, enough = threading.Semaphore(0), threading.Event()
+    prepare = Server._prepare
+
+    def prepare_slowly(self: Server, request: object, body: bytes, kind: object) -> object:
+        if b"slow" in body:
+            begun.release()
+            assert enough.wait(600)
+        return prepare(self, request, body, kind)
+
+    monkeypatch.setattr(Server, "_prepare", prepare_slowly)
+    ask = lambda prompt: HTTP.post(f"{url}/v1/completions", json={"prompt": prompt})
+    with serving(run, max_preparing=2, prepare_seconds=1) as url, ThreadPoolExecutor(4) as pool:
+        try:
+            slow = [pool.submit(ask, "slow") for _ in range(4)]
+            for each in slow:
+                assert each.result().status_code == 503
+                assert each.result().headers["x-should-retry"] == "false"
+            assert begun.acquire()
+            assert begun.acquire()
+            assert not begun.acquire(blocking=False)  # two at a time, also of those given up
+            assert HTTP.get(f"{url}/health").status_code == 200
+            assert ask("quick").status_code == 503
+        finally:
+            enough.set()
+        while ask("quick").status_code != 200:  # until both threads are free
+            pass
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_process():
+    script = (
+        "import asyncio, threading\n"
+        "from gptmini.extras.serve.workers import Workers\n"
+        "async def main():\n"
+        "    async with asyncio.timeout(0):\n"
+        "        await Workers(1).run(threading.Event().wait)\n"
+        "asyncio.run(main())"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=600)
+    assert b"TimeoutError" in done.stderr
 
 
 def test_an_instruct_model_answers_messages(tmp_path: Path):
@@ -571,6 +715,7 @@ def test_any_model_name_and_any_content_type_will_do(url: str):
     form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` says
     answer = HTTP.post(f"{url}/v1/completions", content=b'{"prompt": "x"}', headers=form)
     assert answer.status_code == 200
+    assert int(answer.headers["content-length"]) == len(answer.content)
 
 
 @pytest.mark.parametrize(
