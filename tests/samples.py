@@ -13,8 +13,9 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.write import write_run
-from gptmini.tokenizer import bpe, tokenizer_json
+from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.byte_level import SMOLLM_PATTERN, to_byte_level
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import prose
@@ -44,29 +45,46 @@ TEMPLATE = (
 CHAT = {"<|endoftext|>": 299, "<|im_start|>": 300, "<|im_end|>": 301}
 
 
-def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
-    """A tokenizer as version 0.2 imported SmolLM2's: of single digits, with a chat template."""
-    known = [bytes([byte]) for byte in range(256) if byte not in missing]
-    merges = list(bpe.learn_bpe([TEXT], 299))[256:]
-    ranks = {token: rank for rank, token in enumerate(known + merges)}
-    digits = {theirs: ours for ours, (theirs, _) in tokenizer_json.KNOWN_PATTERNS.items()}
-    pattern = digits[tokenizer_json.DIGITS_THEN_GPT2]
-    return create_bpe_tokenizer(
-        "imported",
-        pattern,
-        ranks,
-        CHAT,
-        ends=["<|im_end|>", "<|endoftext|>"],
+TEMPLATE_TOKENS = {
+    "bos_token": "<|endoftext|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+}
+# It splits words as SmolLM2's: single digits.
+CHAT_TOKENIZER = create_bpe_tokenizer(
+    "bpe",
+    SMOLLM_PATTERN,
+    bpe.learn_bpe([TEXT], 299),
+    CHAT,
+    ends=["<|im_end|>"],
+    chat_template=TEMPLATE,
+)
+
+
+def write_tokenizer_json(missing: bytes = b"", **added: int) -> dict[str, Any]:
+    """The tokenizer above as a tokenizer.json, without some bytes, with added tokens."""
+    # Here, as the tests of the core run without extras.
+    from gptmini.extras.interop.tokenizer_json import build_added_token, to_tokenizer_json
+
+    content = to_tokenizer_json(CHAT_TOKENIZER)
+    for byte in missing:
+        del content["model"]["vocab"][to_byte_level(bytes([byte]))]
+    content["added_tokens"] += [
+        build_added_token(number, name, False) for name, number in added.items()
+    ]
+    return content
+
+
+def adopted_tokenizer(missing: bytes = b"", **added: int) -> ForeignTokenizer:
+    """The same, adopted with its chat template."""
+    return adopt_tokenizer(
+        json.dumps(write_tokenizer_json(missing, **added)),
+        Path("tokenizer.json"),
+        CHAT_TOKENIZER.vocab_size + len(added),
+        CHAT_TOKENIZER.end_tokens,
         chat_template=TEMPLATE,
-        template_tokens={
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-        },
+        template_tokens=TEMPLATE_TOKENS,
     )
-
-
-CHAT_TOKENIZER = chat_tokenizer()
 
 
 def uneven_chats() -> str:
@@ -85,18 +103,7 @@ def uneven_chats() -> str:
 
 def thinking_tokenizer() -> ForeignTokenizer:
     """A tokenizer as Qwen3's: answers show some of its added tokens."""
-    content = tokenizer_json.to_tokenizer_json(CHAT_TOKENIZER)
-    for number, name in ((302, "<think>"), (303, "</think>")):
-        content["added_tokens"].append(tokenizer_json.build_added_token(number, name, False))
-    ours = CHAT_TOKENIZER
-    return adopt_tokenizer(
-        json.dumps(content),
-        Path("tokenizer.json"),
-        304,
-        ours.end_tokens,
-        chat_template=TEMPLATE,
-        template_tokens=ours.template_tokens,
-    )
+    return adopted_tokenizer(**{"<think>": 302, "</think>": 303})
 
 
 def run_of(

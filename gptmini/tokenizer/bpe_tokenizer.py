@@ -1,7 +1,4 @@
-"""Byte-pair encodings, applied by tiktoken: learned here, or published.
-
-Version 0.2 imported other models' as these, too; foreign.py has those that are imported now.
-"""
+"""Byte-pair encodings, applied by tiktoken: learned here, or published."""
 
 import base64
 from collections.abc import Sequence
@@ -12,16 +9,8 @@ import tiktoken
 
 from gptmini.console import show_elapsed
 from gptmini.errors import DataError
-from gptmini.tokenizer.bpe import split_words
 from gptmini.tokenizer.chunks import split_text
-from gptmini.tokenizer.tokenizers import (
-    CHAT_TEMPLATE,
-    CHAT_TOKENS,
-    END_OF_TEXT,
-    IMPORTED_KIND,
-    Tokenizer,
-    Tokens,
-)
+from gptmini.tokenizer.tokenizers import CHAT_TEMPLATE, CHAT_TOKENS, END_OF_TEXT, Tokenizer, Tokens
 
 MAX_TOKEN_NUMBER = 1_000_000
 
@@ -32,23 +21,16 @@ class BpeTokenizer(Tokenizer):
     def __init__(
         self,
         encoding: tiktoken.Encoding,
-        eos_token: str = END_OF_TEXT,
         ends: Sequence[str] = (),
         chat_template: str | None = None,
-        template_tokens: dict[str, str] | None = None,
-        adds_bos: bool = False,
     ) -> None:
-        """`eos_token` and `ends` name the special tokens that end a text."""
+        """`ends` name the special tokens that end a text, as the end-of-text token does."""
         self.kind = encoding.name
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab
-        self.eos_token_id = self.special_tokens[eos_token]
-        self.missing_bytes = _find_missing_bytes(encoding._mergeable_ranks)
+        self.eos_token_id = self.special_tokens[END_OF_TEXT]
         self.chat_template = chat_template
-        self.template_tokens = template_tokens or {}
-        self.adds_bos = adds_bos
-        self._eos_token = eos_token
-        self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
+        self._ends = list(dict.fromkeys([*ends, END_OF_TEXT]))  # without repetition
         self._end_tokens = [self.special_tokens[name] for name in self._ends]
 
     @property
@@ -63,35 +45,12 @@ class BpeTokenizer(Tokenizer):
         tokens = [np.empty(0, np.uint32)]
         try:
             for part in split_text(text):  # tiktoken is slow on long texts without a word boundary
-                if self._has_missing_bytes(part):
-                    tokens.append(self._encode_without_missing(part))
-                else:
-                    tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
+                tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
         except UnicodeEncodeError:
             raise
         except ValueError as error:  # only with somebody else's pattern
             raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
         return np.concatenate(tokens)
-
-    def _has_missing_bytes(self, text: str) -> bool:
-        """Check whether some bytes of a text have no token."""
-        if not self.missing_bytes:
-            return False
-        data = text.encode()
-        return len(data.translate(None, self.missing_bytes)) < len(data)
-
-    def _encode_without_missing(self, text: str) -> Tokens:
-        """Encode a text, leaving out the bytes that have no token.
-
-        As in transformers, these bytes still count where the text is split into words, but the
-        bytes around them are merged as if they were neighbors.
-        """
-        tokens: list[int] = []
-        for word in split_words(self.encoding._pat_str, text):
-            known = word.encode().translate(None, self.missing_bytes)
-            if known:
-                tokens += self.encoding._encode_single_piece(known)
-        return np.array(tokens, np.uint32)
 
     def decode_token(self, token: int) -> bytes:
         if token == self.eos_token_id:
@@ -103,16 +62,11 @@ class BpeTokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         ranks = self.encoding._mergeable_ranks
-        settings: dict[str, Any] = {
+        return {
             "pattern": self.encoding._pat_str,
             "special_tokens": self.special_tokens,
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks.items()},
         }
-        if self._eos_token != END_OF_TEXT:
-            settings["document"] = self._eos_token
-        if self.adds_bos:
-            settings["adds_bos"] = True
-        return settings
 
     def chat_settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}
@@ -134,11 +88,8 @@ class BpeTokenizer(Tokenizer):
             data["pattern"],
             ranks,
             data["special_tokens"],
-            data.get("document", END_OF_TEXT),
             data.get("ends", []),
             data.get("chat_template"),
-            data.get("template_tokens"),
-            data.get("adds_bos", False),
         )
 
 
@@ -147,39 +98,27 @@ def create_bpe_tokenizer(
     pattern: str,
     mergeable_ranks: dict[bytes, int],
     special_tokens: dict[str, int],
-    eos_token: str = END_OF_TEXT,
     ends: Sequence[str] = (),
     chat_template: str | None = None,
-    template_tokens: dict[str, str] | None = None,
-    adds_bos: bool = False,
 ) -> BpeTokenizer:
-    """Check the ranks and special tokens (ValueError), then build the tokenizer.
-
-    Only an imported vocabulary may lack bytes, and only those that are in none of its tokens.
-    """
+    """Check the ranks and special tokens (ValueError), then build the tokenizer."""
     numbers = [*mergeable_ranks.values(), *special_tokens.values()]
     if not all(type(number) is int and 0 <= number < MAX_TOKEN_NUMBER for number in numbers):
         raise ValueError(f"a rank is not a number below {MAX_TOKEN_NUMBER:,}")
     if len(set(numbers)) != len(numbers):
         raise ValueError("two tokens have the same rank")
-    used_bytes = b"".join(mergeable_ranks)
-    for byte in _find_missing_bytes(mergeable_ranks):
-        if name != IMPORTED_KIND or byte in used_bytes:
+    for byte in range(256):
+        if bytes([byte]) not in mergeable_ranks:
             raise ValueError(f"byte {byte} has no rank")
-    for special in (eos_token, *ends):
+    for special in (END_OF_TEXT, *ends):
         if special not in special_tokens:
             raise ValueError(f"{special!r} is not a special token")
     if not isinstance(chat_template, str | None):
         raise ValueError("chat_template is not a text")
-    for key, value in (template_tokens or {}).items():
-        if not isinstance(value, str):
-            raise ValueError(f"{key} is not a text")
-    if not isinstance(adds_bos, bool):
-        raise ValueError("adds_bos is not true or false")
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(encoding, eos_token, ends, chat_template, template_tokens, adds_bos)
+    return BpeTokenizer(encoding, ends, chat_template)
 
 
 def list_published_encodings() -> list[str]:
@@ -211,7 +150,3 @@ def add_chat(tokenizer: BpeTokenizer) -> BpeTokenizer:
         ends=[CHAT_TOKENS[1]],
         chat_template=CHAT_TEMPLATE,
     )
-
-
-def _find_missing_bytes(mergeable_ranks: dict[bytes, int]) -> bytes:
-    return bytes(byte for byte in range(256) if bytes([byte]) not in mergeable_ranks)

@@ -18,8 +18,8 @@ import numpy as np
 
 from gptmini.console import warn
 from gptmini.errors import DataError, make_missing_package_error, shorten
+from gptmini.tokenizer.byte_level import from_byte_level
 from gptmini.tokenizer.chunks import split_text
-from gptmini.tokenizer.tokenizer_json import from_byte_level
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, IMPORTED_KIND, Tokenizer, Tokens
 
 if TYPE_CHECKING:

@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from gptmini.errors import CheckpointError, ConfigError, shorten
-from gptmini.tokenizer import tokenizer_json
+from gptmini.extras.interop.tokenizer_json import (
+    build_added_token,
+    build_post_processor,
+    get_vocabulary,
+)
+from gptmini.tokenizer.byte_level import (
+    BYTE_LEVEL,
+    KNOWN_PATTERNS,
+    build_pre_tokenizer,
+    find_pattern,
+    recover_merges,
+    to_byte_level,
+)
 from gptmini.tokenizer.foreign import BYTE_NAME, SPACE, ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
@@ -58,8 +70,8 @@ def check_supported(tokenizer: Tokenizer) -> None:
         if content["model"].get("byte_fallback"):
             is_known = kind != "Metaspace"
     else:
-        pattern, _, _ = tokenizer_json.get_vocabulary(tokenizer)
-        llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern].llama_cpp
+        pattern, _, _ = get_vocabulary(tokenizer)
+        llama_cpp_name = KNOWN_PATTERNS[pattern].llama_cpp
         is_known = bool(llama_cpp_name) or tokenizer.kind == "byte"
     if not is_known:
         raise ConfigError(
@@ -103,19 +115,16 @@ Spelled = dict[int, tuple[str, int]]  # text and type of each token
 
 def _write_ranks(writer: Any, tokenizer: Tokenizer) -> Spelled:
     """Add our own byte-pair encoding, or bytes."""
-    pattern, ranks, _ = tokenizer_json.get_vocabulary(tokenizer)
+    pattern, ranks, _ = get_vocabulary(tokenizer)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(tokenizer_json.KNOWN_PATTERNS[pattern].llama_cpp or "gpt-2")
-    merges = tokenizer_json.recover_merges(ranks)
+    writer.add_tokenizer_pre(KNOWN_PATTERNS[pattern].llama_cpp or "gpt-2")
+    merges = recover_merges(ranks)
     if not merges:
         # llama.cpp refuses an empty list. This merge never happens, as no pattern puts a
         # letter and a space after it into one word.
-        merges = [("a", tokenizer_json.to_byte_level(b" "))]
+        merges = [("a", to_byte_level(b" "))]
     writer.add_token_merges([f"{left} {right}" for left, right in merges])
-    return {
-        number: (tokenizer_json.to_byte_level(token), NORMAL_TOKEN)
-        for token, number in ranks.items()
-    }
+    return {number: (to_byte_level(token), NORMAL_TOKEN) for token, number in ranks.items()}
 
 
 def _write_characters(writer: Any, tokenizer: CharTokenizer) -> Spelled:
@@ -162,19 +171,8 @@ def _add_sentencepiece(writer: Any, scores: list[float], begins_with_space: bool
 
 def _find_pattern_name(content: JsonObject) -> str:
     """Return llama.cpp's name for the way in which words are split, empty if it has none."""
-    pre_tokenizer = content["pre_tokenizer"] or {}
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    kinds = [step.get("type") for step in steps]
-    splits_as_gpt2 = steps[-1].get("use_regex", True)
-    split = ""
-    if kinds == ["ByteLevel"] and splits_as_gpt2:
-        split = tokenizer_json.KNOWN_PATTERNS[tokenizer_json.GPT2_PATTERN].tokenizer_json
-    elif kinds == ["Digits", "ByteLevel"] and splits_as_gpt2 and steps[0]["individual_digits"]:
-        split = tokenizer_json.DIGITS_THEN_GPT2
-    elif kinds == ["Split", "ByteLevel"] and not splits_as_gpt2:
-        split = steps[0]["pattern"].get("Regex", "")
-    names = dict(tokenizer_json.KNOWN_PATTERNS.values())
-    return "" if steps[-1].get("add_prefix_space") else names.get(split, "")
+    pattern = find_pattern(content["pre_tokenizer"])
+    return "" if pattern is None else KNOWN_PATTERNS[pattern].llama_cpp
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def read_tokenizer(metadata: JsonObject, path: Path) -> Tokenizer:
     added_types = {CONTROL_TOKEN, USER_DEFINED_TOKEN, UNKNOWN_TOKEN}
     content: JsonObject = {
         "added_tokens": [
-            tokenizer_json.build_added_token(number, text, types[number] != USER_DEFINED_TOKEN)
+            build_added_token(number, text, types[number] != USER_DEFINED_TOKEN)
             for text, number in numbers.items()
             if types[number] in added_types
         ]
@@ -210,7 +208,7 @@ def read_tokenizer(metadata: JsonObject, path: Path) -> Tokenizer:
     # Like llama.cpp, where the file does not say.
     adds_bos = model == "llama" or _get_pattern_name(metadata) == "llama-bpe"
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and bos_token is not None:
-        content["post_processor"] = tokenizer_json.build_post_processor(texts[bos_token], bos_token)
+        content["post_processor"] = build_post_processor(texts[bos_token], bos_token)
     template_tokens = {
         use: texts[number]
         for use, key in TEMPLATE_TOKENS.items()
@@ -234,7 +232,7 @@ def _get_pattern_name(metadata: JsonObject) -> str:
 
 def _build_byte_level(metadata: JsonObject, numbers: dict[str, int], path: Path) -> JsonObject:
     """Build the parts of tokenizer.json that follow from the name of the pattern."""
-    patterns = {name: pattern for pattern, name in tokenizer_json.KNOWN_PATTERNS.values() if name}
+    patterns = {name: pattern for pattern, name in KNOWN_PATTERNS.values() if name}
     name = _get_pattern_name(metadata)
     if name not in patterns:
         raise _make_unsupported_error(path, "tokenizer.ggml.pre", name)
@@ -244,8 +242,8 @@ def _build_byte_level(metadata: JsonObject, numbers: dict[str, int], path: Path)
         if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
     ]
     return {
-        "pre_tokenizer": tokenizer_json.build_pre_tokenizer(patterns[name]),
-        "decoder": tokenizer_json.BYTE_LEVEL,
+        "pre_tokenizer": build_pre_tokenizer(patterns[name]),
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "ignore_merges": name == "llama-bpe",

@@ -27,10 +27,10 @@ from gptmini.errors import (
 )
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.architectures import Tensors
+from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.generate.run import Run
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.runs.tensors import NamedTensors, write_tensors
-from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -368,7 +368,7 @@ def write_folder(
     if isinstance(tokenizer, ForeignTokenizer):
         files.write_and_sync(folder / "tokenizer.json", [tokenizer.file.encode()])
     else:
-        contents["tokenizer.json"] = tokenizer_json.to_tokenizer_json(tokenizer)
+        contents["tokenizer.json"] = to_tokenizer_json(tokenizer)
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         files.write_and_sync(folder / name, [text.encode()])

@@ -26,8 +26,8 @@ from gptmini.generate.native.precision import quantize
 from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.byte_level import KNOWN_PATTERNS
 from gptmini.tokenizer.foreign import ForeignTokenizer
-from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 FOLDER = Path(__file__).parent
@@ -105,7 +105,7 @@ def build_page(
     the server that gives the page, see served.py; `index` is that of the training text, if the page
     is to hold it.
     """
-    tokenizer = get_page_tokenizer(run.tokenizer)
+    tokenizer = describe_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
         raise ConfigError(
             f"{run.path}: in {precision} its page would be larger than {MAX_PAGE_BYTES:,} bytes; "
@@ -131,15 +131,15 @@ def build_page(
     return render_page(data, blobs)
 
 
-def build_data(run: Run, precision: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Build what page.js has to know of a run, as JSON; model.js must know the tokenizer."""
+def build_data(run: Run, precision: str, tokenizer: dict[str, Any] | None) -> dict[str, Any]:
+    """Build what page.js has to know of a run, as JSON."""
     return {
         "name": run.path.name or run.path.resolve().name,  # "." has no name
         "step": run.step,
         "prompt": "",
         "config": run.config.model.model_dump(mode="json"),
         "sample": run.config.sample.model_dump(mode="json"),
-        "tokenizer": tokenizer and json.loads(tokenizer.to_json()),
+        "tokenizer": tokenizer,
         "precision": precision,
         "tensors": list_tensors(run.tensors, precision),
         "checkpoints": [],
@@ -180,15 +180,15 @@ def escape_json(data: Any) -> str:
     return text
 
 
-def get_page_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer in a form that model.js can run; DataError if there is none."""
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Describe a tokenizer for model.js, as JSON; DataError for one that it cannot run."""
     if isinstance(tokenizer, ForeignTokenizer):
         return simplify_tokenizer(tokenizer)
     if isinstance(tokenizer, BpeTokenizer) and tokenizer.encoding._pat_str not in KNOWN_PATTERNS:
         raise DataError(
             f"tokenizer {tokenizer.kind}: a page cannot split words as it does; use gptmini serve"
         )
-    return tokenizer
+    return json.loads(tokenizer.to_json())
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the page that everybody gets holds a name, and those who have the key get the re
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,15 +17,14 @@ from gptmini.extras.page.export import (
     build_page,
     choose_precision,
     count_bytes,
+    describe_tokenizer,
     encode_tensors,
     escape_json,
     estimate_size,
-    get_page_tokenizer,
     read_checkpoints,
     render_page,
 )
 from gptmini.generate.run import Run
-from gptmini.tokenizer.tokenizers import Tokenizer
 
 # They take 1.3 GB of a tab, which is about all that a phone lets it have, and a second or two for
 # each token (scripts/LOG.md, 2026-11-26).
@@ -48,7 +48,9 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int, sources: bool)
     # Weights in int8 are multiples of a scale, and bfloat16 would round them once more.
     in_full = "int8" if run.weights == "int8" else "bfloat16"
     precision = "int8" if run.weights == "int8" else choose_precision(run)
-    tokenizer = find_page_tokenizer(run)
+    tokenizer = None
+    with suppress(DataError):  # model.js cannot run it
+        tokenizer = describe_tokenizer(run.tokenizer)
     is_small = tokenizer is not None and estimate_size(run, precision) <= MAX_PAGE_BYTES
     server: dict[str, Any] = {
         "chat": run.tokenizer.chat_template is not None,
@@ -76,11 +78,3 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int, sources: bool)
     if needs_key:
         shown = {"name": data["name"], "server": {"is_locked": True}}
     return ServedPage(render_page(shown, {}), escape_json(data).encode(), size, weights)
-
-
-def find_page_tokenizer(run: Run) -> Tokenizer | None:
-    """Return the tokenizer of a run in a form that model.js can run, None if there is none."""
-    try:
-        return get_page_tokenizer(run.tokenizer)
-    except DataError:
-        return None

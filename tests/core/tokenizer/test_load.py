@@ -59,9 +59,7 @@ def test_a_bpe_file_is_read(tmp_path: Path):
         bpe_file(special_tokens={}),
         bpe_file(special_tokens={"<|endoftext|>": 2_000_000_000}),
         bpe_file(pattern="("),
-        bpe_file(kind="imported", ranks={"YQ==": 97, "YWI=": 98}),  # "ab", but no "b"
         bpe_file(ends=["<|im_end|>"]),
-        bpe_file(document="<s>"),
         bpe_file(chat_template=3),
         bpe_file(kind=None),
     ],

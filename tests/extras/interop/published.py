@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from gptmini.tokenizer import bpe
-from gptmini.tokenizer.tokenizer_json import BYTE_TO_UNICODE, recover_merges, to_byte_level
+from gptmini.tokenizer.byte_level import BYTE_TO_UNICODE, recover_merges, to_byte_level
 from tests.support import prose
 
 JsonObject = dict[str, Any]

@@ -33,7 +33,16 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from tests.samples import CASES, CHAT_TOKENIZER, GQA, TEXT, TOKENIZER, run_of, thinking_tokenizer
+from tests.samples import (
+    CASES,
+    CHAT_TOKENIZER,
+    GQA,
+    TEMPLATE_TOKENS,
+    TEXT,
+    TOKENIZER,
+    run_of,
+    thinking_tokenizer,
+)
 from tests.support import POSITIONS
 
 
@@ -201,8 +210,9 @@ def test_chat_template_and_ends_go_out_and_come_back(tmp_path):
     (plain,) = run.start([prompt]).samples
     assert max(plain.prompt_tokens) < 299
     back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
-    for name in ("special_tokens", "end_tokens", "chat_template", "template_tokens"):
+    for name in ("special_tokens", "end_tokens", "chat_template"):
         assert getattr(back.tokenizer, name) == getattr(run.tokenizer, name)
+    assert back.tokenizer.template_tokens == TEMPLATE_TOKENS
     export_run(back, tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         once, twice = (tmp_path / folder / name for folder in ("out", "again"))

@@ -27,7 +27,7 @@ from tests.samples import (
     TEMPLATE,
     TEXT,
     TOKENIZER,
-    chat_tokenizer,
+    adopted_tokenizer,
     run_of,
     thinking_tokenizer,
 )
@@ -48,7 +48,7 @@ REFUSED = [
 def with_tokenizer(run: Run, kind: str) -> Run:
     """The same shape with another vocabulary."""
     made: dict[str, Tokenizer] = {"bpe": TOKENIZER, "digits": CHAT_TOKENIZER}
-    made["partial"] = chat_tokenizer(missing=b"\x04\xf1\xff")
+    made["partial"] = adopted_tokenizer(missing=b"\x04\xf1\xff")
     made["chat"] = create_tokenizer("char", None, ["é東👍"], chat=True)
     made["chat of bytes"] = create_tokenizer("byte", chat=True)
     tokenizer = made.get(kind) or create_tokenizer(kind, None, ["é東👍" + TEXT])
@@ -100,7 +100,7 @@ def test_every_tokenizer_is_proven(kind, tmp_path):
 
 @installed
 def test_special_tokens_and_chat_template_are_written(tmp_path):
-    run = run_of(tmp_path / "run", CHAT_TOKENIZER)
+    run = run_of(tmp_path / "run", adopted_tokenizer())
     export_run(run, tmp_path / "out.gguf", "gguf")
     fields = gguf.import_gguf().GGUFReader(tmp_path / "out.gguf").fields
     found = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
@@ -111,7 +111,7 @@ def test_special_tokens_and_chat_template_are_written(tmp_path):
     assert (found["ggml.add_bos_token"], found["ggml.add_eos_token"]) == (False, False)
     back = gguf_reader.read_gguf(tmp_path / "out.gguf")[2]
     for name in ("special_tokens", "end_tokens", "chat_template", "template_tokens"):
-        assert getattr(back, name) == getattr(CHAT_TOKENIZER, name)
+        assert getattr(back, name) == getattr(run.tokenizer, name)
 
 
 @installed

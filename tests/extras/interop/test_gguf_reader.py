@@ -18,7 +18,7 @@ from gptmini.extras.interop.import_model import import_model
 from gptmini.generate.run import Run
 from gptmini.model.layers import scale_frequencies
 from gptmini.tokenizer.tokenizers import Tokenizer
-from tests.samples import CHAT_TOKENIZER, GQA, LLAMA, NO_NORM, TEMPLATE, run_of
+from tests.samples import CHAT_TOKENIZER, GQA, LLAMA, NO_NORM, TEMPLATE, adopted_tokenizer, run_of
 
 gguf: Any = pytest.importorskip("gguf", reason="needs the extra gguf")
 TYPES = gguf.GGMLQuantizationType
@@ -85,7 +85,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     """A Llama with an instruct model's tokenizer, and its file."""
     folder = tmp_path_factory.mktemp("llama")
     attention = {**NO_NORM, **GQA}
-    run = run_of(folder / "run", CHAT_TOKENIZER, **LLAMA, d_ff=96, attention=attention)
+    run = run_of(folder / "run", adopted_tokenizer(), **LLAMA, d_ff=96, attention=attention)
     return run, export_run(run, folder / "llama.gguf", "gguf", "f32").path
 
 

@@ -18,16 +18,16 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
+from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.score import score_text
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer import bpe, tokenizer_json
+from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import convert
 from gptmini.train.evaluate_run import evaluate_run, load_held_out, load_text
-from tests.samples import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer, run_of, thinking_tokenizer
+from tests.samples import TEMPLATE, run_of, thinking_tokenizer, write_tokenizer_json
 from tests.support import new_cache, prose, run_command
 
 TEXT = prose()
@@ -88,7 +88,7 @@ def written(name: str, folder: Path, **more: Any) -> Any:
     model.save_pretrained(folder)
     ranks = bpe.learn_bpe([TEXT], 299)
     tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 299})
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_tokenizer_json(tokenizer)))
+    (folder / "tokenizer.json").write_text(json.dumps(to_tokenizer_json(tokenizer)))
     return model
 
 
@@ -180,7 +180,7 @@ def test_every_command_works_on_an_imported_run(words, imported, tmp_path, monke
 SAYS_END = 301  # <|im_end|>
 
 
-def instruct(folder: Path, tokenizer: Tokenizer = CHAT_TOKENIZER) -> Any:
+def instruct(folder: Path, missing: bytes = b"") -> Any:
     """A GPT-2 with a chat template that ends every text at once."""
     model = written("GPT-2", folder)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def instruct(folder: Path, tokenizer: Tokenizer = CHAT_TOKENIZER) -> Any:
     model.config.bos_token_id = model.config.eos_token_id = 299
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_tokenizer_json(tokenizer)))
+    (folder / "tokenizer.json").write_text(json.dumps(write_tokenizer_json(missing)))
     return model
 
 
@@ -300,8 +300,7 @@ def test_a_template_sees_the_special_tokens_that_transformers_shows_it(case, tmp
 def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
-    partial = chat_tokenizer(missing=b"\x04\xf1\xff")
-    instruct(Path("there"), partial)
+    instruct(Path("there"), missing=b"\x04\xf1\xff")
     Path("there/chat_template.jinja").write_text(TEMPLATE)
     Path("there/generation_config.json").write_text(json.dumps({"eos_token_id": SAYS_END}))
     Path("text.txt").write_text(TEXT.replace("a", "a\x04", 99))

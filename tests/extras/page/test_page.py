@@ -1,16 +1,21 @@
 """What the page shows, in Chromium: the numbers of model.js, and what a reader does to them."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gptmini.extras.interop.tokenizer_json import (
+    build_added_token,
+    build_post_processor,
+    to_tokenizer_json,
+)
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
-from gptmini.tokenizer.bpe import WORD_PATTERN
-from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from gptmini.tokenizer.tokenizers import CharTokenizer
+from gptmini.tokenizer.foreign import adopt_tokenizer
+from gptmini.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer
 from tests.extras.page.samples import SHAPES, random_run, rounded
 from tests.support import HOSTILE
 
@@ -373,9 +378,12 @@ def test_hostile_texts_run_nothing(visit):
 
 
 def test_a_hostile_name_of_a_special_token_runs_nothing(visit):
-    ranks = {bytes([byte]): byte for byte in range(256)}
     name = HOSTILE.removesuffix("\ud800")  # which no text can hold
-    tokenizer = create_bpe_tokenizer("bpe", WORD_PATTERN, ranks, {name: 256}, name, adds_bos=True)
+    content = to_tokenizer_json(ByteTokenizer())
+    del content["model"]["vocab"][END_OF_TEXT]
+    content["added_tokens"] = [build_added_token(256, name)]
+    content["post_processor"] = build_post_processor(name, 256)
+    tokenizer = adopt_tokenizer(json.dumps(content), Path(), 257)
     tab = opened(visit, random_run("gpt2", tokenizer), "abc")
     assert "<img" in tab.locator(".first .chip").first.inner_text()
     for section in ("#kinds", "#cause"):

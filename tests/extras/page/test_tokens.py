@@ -9,15 +9,21 @@ from pathlib import Path
 import pytest
 
 from gptmini.errors import DataError
+from gptmini.extras.interop.tokenizer_json import build_added_token, build_post_processor
 from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.bpe import learn_bpe
-from gptmini.tokenizer.bpe_tokenizer import IMPORTED_KIND, create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.byte_level import KNOWN_PATTERNS
 from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.load import create_tokenizer
-from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS, to_tokenizer_json
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
 from tests.extras.page.samples import random_run
-from tests.samples import CHAT_TOKENIZER, thinking_tokenizer
+from tests.samples import (
+    CHAT_TOKENIZER,
+    adopted_tokenizer,
+    thinking_tokenizer,
+    write_tokenizer_json,
+)
 from tests.support import prose
 
 # What patterns treat differently, in ways that differ between engines of regular expressions.
@@ -60,15 +66,13 @@ def make(kind: str) -> Tokenizer:
     if kind.startswith("chat of "):
         return create_tokenizer(kind.removeprefix("chat of "), 420, ODD, chat=True)
     if kind == "adopted":
-        content = json.dumps(to_tokenizer_json(CHAT_TOKENIZER))
-        ends = CHAT_TOKENIZER.end_tokens
-        return adopt_tokenizer(content, Path(), CHAT_TOKENIZER.vocab_size, ends)
+        return adopted_tokenizer()
     if kind == "missing bytes":
-        few = [token for token in ranks() if b"\xe4" not in token and b"q" not in token]
-        numbers = {token: number for number, token in enumerate(few)}
-        special = {END_OF_TEXT: 500, "<|im_end|>": 501, "<|im_end|>x": 502}
-        pattern = next(iter(KNOWN_PATTERNS))
-        return create_bpe_tokenizer(IMPORTED_KIND, pattern, numbers, special, adds_bos=True)
+        content = write_tokenizer_json(b"\x04\xe4\xff")
+        content["post_processor"] = build_post_processor(END_OF_TEXT, 299)
+        content["model"]["vocab"]["<|im_end|>x"] = 302
+        content["added_tokens"].append(build_added_token(302, "<|im_end|>x"))
+        return adopt_tokenizer(json.dumps(content), Path(), 303, CHAT_TOKENIZER.end_tokens)
     pattern = list(KNOWN_PATTERNS)[int(kind.removeprefix("pattern "))]
     return create_bpe_tokenizer("bpe", pattern, ranks(), {END_OF_TEXT: len(ranks())})
 
@@ -123,7 +127,7 @@ def test_tokens_are_those_of_python(visit, kind):
     ],
 )
 def test_what_changes_the_tokens_of_another_model_is_refused(key, value):
-    content = to_tokenizer_json(CHAT_TOKENIZER) | {key: value}
+    content = write_tokenizer_json() | {key: value}
     ends = CHAT_TOKENIZER.end_tokens
     tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size, ends)
     with pytest.raises(DataError, match="tokenizer imported: "):
@@ -131,7 +135,7 @@ def test_what_changes_the_tokens_of_another_model_is_refused(key, value):
 
 
 def test_a_vocabulary_that_is_not_of_bytes_is_refused():
-    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content = write_tokenizer_json()
     content["model"]["vocab"] |= {"\u20ac": CHAT_TOKENIZER.vocab_size}
     ends = CHAT_TOKENIZER.end_tokens
     tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size + 1, ends)
@@ -142,7 +146,7 @@ def test_a_vocabulary_that_is_not_of_bytes_is_refused():
 
 @pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip"])
 def test_a_special_token_that_takes_more_than_its_name_is_refused(flag):
-    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content = write_tokenizer_json()
     content["added_tokens"][1][flag] = True
     ends = CHAT_TOKENIZER.end_tokens
     tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size, ends)
@@ -151,7 +155,7 @@ def test_a_special_token_that_takes_more_than_its_name_is_refused(flag):
 
 
 def test_merges_in_another_order_than_their_tokens_are_refused():
-    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content = write_tokenizer_json()
     merges = content["model"]["merges"]
     merges[-1], merges[-2] = merges[-2], merges[-1]
     ends = CHAT_TOKENIZER.end_tokens
@@ -162,7 +166,7 @@ def test_merges_in_another_order_than_their_tokens_are_refused():
 
 def test_a_token_that_no_merge_makes_is_refused():
     """The library never finds it, and model.js would."""
-    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content = write_tokenizer_json()
     content["model"]["merges"].pop()
     content["model"]["ignore_merges"] = False
     ends = CHAT_TOKENIZER.end_tokens

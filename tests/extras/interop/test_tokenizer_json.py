@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from gptmini.errors import ConfigError
-from gptmini.tokenizer import bpe, tokenizer_json
+from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
+from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.byte_level import recover_merges, to_byte_level
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import gpt2, prose
@@ -18,7 +20,6 @@ tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokeniz
 
 TEXT = prose()
 LEFT, RIGHT = "ab zé東\u00a0'1.\n", "\t\r!Z²٣\u017f👍\x1c\u2028\u0301"
-OLD = next(reversed(tokenizer_json.KNOWN_PATTERNS))
 
 
 def texts() -> list[str]:
@@ -35,16 +36,15 @@ def theirs(data: dict[str, Any]) -> Any:
     return there
 
 
-def learned(pattern: str = bpe.WORD_PATTERN) -> Tokenizer:
+def learned() -> Tokenizer:
     ranks = bpe.learn_bpe([TEXT], 700)
-    return create_bpe_tokenizer("bpe", pattern, ranks, {"<|endoftext|>": len(ranks)})
+    return create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
 
 
 OURS = {
     "byte": lambda: create_tokenizer("byte"),
     "char": lambda: create_tokenizer("char", None, ["é東👍" + TEXT]),
     "bpe": learned,
-    "bpe of old runs": lambda: learned(OLD),
     "gpt2": gpt2,
 }
 
@@ -52,7 +52,7 @@ OURS = {
 @pytest.mark.parametrize("kind", OURS)
 def test_ours_gives_the_same_ids_there(kind):
     ours = OURS[kind]()
-    there = theirs(tokenizer_json.to_tokenizer_json(ours))
+    there = theirs(to_tokenizer_json(ours))
     for text in texts():
         ids = ours.encode(text).tolist()
         assert there.encode(text, add_special_tokens=False).ids == ids, repr(text)
@@ -61,12 +61,12 @@ def test_ours_gives_the_same_ids_there(kind):
 
 def test_a_pattern_that_others_may_read_differently_is_refused(tiny_encoding):
     with pytest.raises(ConfigError, match="splits words in a way"):
-        tokenizer_json.to_tokenizer_json(BpeTokenizer(tiny_encoding))
+        to_tokenizer_json(BpeTokenizer(tiny_encoding))
 
 
 def test_the_last_merge_of_every_token_is_the_one_that_was_learned():
     ranks = bpe.learn_bpe([TEXT], 700)
     words = [bytes(map(ord, "ab")), *ranks]
-    made = {left + right for left, right in tokenizer_json.recover_merges(ranks)}
-    assert made == {tokenizer_json.to_byte_level(token) for token in ranks if len(token) > 1}
+    made = {left + right for left, right in recover_merges(ranks)}
+    assert made == {to_byte_level(token) for token in ranks if len(token) > 1}
     assert all(ranks[a] < ranks[b] for a, b in pairwise(words[1:]))

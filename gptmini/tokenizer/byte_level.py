@@ -1,18 +1,15 @@
-"""Write our tokenizers as tokenizer.json of Hugging Face, without their package.
+"""Byte-level encodings as other programs write them: characters of bytes, patterns, merges.
 
 Both sides split a text by a regular expression, then merge bytes in the order of the ranks. Their
 files list merges; ours give a rank to each token, whose last merge is the one that its own bytes
-lead to. foreign.py reads such files.
+lead to.
 """
 
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from gptmini.errors import ConfigError
 from gptmini.tokenizer import bpe
-from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.tokenizers import Tokenizer
 
 
 class KnownPattern(NamedTuple):
@@ -34,11 +31,6 @@ LLAMA3_PATTERN = (
     rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*+{_SPACES}"
 )
 ANY_CHARACTER_PATTERN = r"[\s\S]"  # no merges beyond a character
-# What gptmini learned with before it took Qwen2's.
-FIRST_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
-    r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s"
-)
 
 KNOWN_PATTERNS = {
     bpe.WORD_PATTERN: KnownPattern(
@@ -56,7 +48,6 @@ KNOWN_PATTERNS = {
     ),
     SMOLLM_PATTERN: KnownPattern(DIGITS_THEN_GPT2, "smollm"),
     ANY_CHARACTER_PATTERN: KnownPattern(ANY_CHARACTER_PATTERN, ""),
-    FIRST_PATTERN: KnownPattern(FIRST_PATTERN, ""),
 }
 
 BYTE_LEVEL: dict[str, Any] = {
@@ -98,24 +89,6 @@ def merge_below_rank(token: bytes, mergeable_ranks: Mapping[bytes, int]) -> list
     return parts
 
 
-def get_vocabulary(tokenizer: Tokenizer) -> tuple[str, dict[bytes, int], dict[str, int]]:
-    """Return pattern, ranks and special tokens.
-
-    ConfigError for a pattern that other programs may not have.
-    """
-    if not isinstance(tokenizer, BpeTokenizer):
-        tokens = range(tokenizer.eos_token_id)
-        ranks = {tokenizer.decode_token(token): token for token in tokens}
-        return ANY_CHARACTER_PATTERN, ranks, tokenizer.special_tokens
-    pattern = tokenizer.encoding._pat_str
-    if pattern not in KNOWN_PATTERNS:
-        raise ConfigError(
-            f"tokenizer.kind: {tokenizer.kind} splits words in a way that others may not share; "
-            f"train with bpe, gpt2, char or byte"
-        )
-    return pattern, tokenizer.encoding._mergeable_ranks, tokenizer.special_tokens
-
-
 def recover_merges(mergeable_ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     """Recover the merges behind the ranks, in order; tokens that no merge makes have none."""
     merges = []
@@ -124,59 +97,6 @@ def recover_merges(mergeable_ranks: dict[bytes, int]) -> list[tuple[str, str]]:
         if len(parts) == 2:
             merges.append((to_byte_level(parts[0]), to_byte_level(parts[1])))
     return merges
-
-
-def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Build the content of tokenizer.json."""
-    pattern, ranks, special_tokens = get_vocabulary(tokenizer)
-    vocab = {to_byte_level(token): number for token, number in ranks.items()}
-    names = {number: name for name, number in special_tokens.items()}
-    bos = names[tokenizer.eos_token_id] if tokenizer.adds_bos else None
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            build_added_token(number, name)
-            for name, number in sorted(special_tokens.items(), key=lambda item: item[1])
-        ],
-        "normalizer": None,
-        "post_processor": build_post_processor(bos, tokenizer.eos_token_id) if bos else None,
-        "decoder": BYTE_LEVEL,
-        "pre_tokenizer": build_pre_tokenizer(KNOWN_PATTERNS[pattern].tokenizer_json),
-        "model": {
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "type": "BPE",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": vocab | special_tokens,
-            "merges": recover_merges(ranks),
-        },
-    }
-
-
-def build_post_processor(bos: str, number: int) -> dict[str, Any]:
-    """Build the part that puts a special token before texts, as Llama 3 has it."""
-    first, second = (
-        [{"SpecialToken": {"id": bos, "type_id": n}}, {"Sequence": {"id": text, "type_id": n}}]
-        for n, text in enumerate("AB")
-    )
-    return {
-        "type": "TemplateProcessing",
-        "single": first,
-        "pair": first + second,
-        "special_tokens": {bos: {"id": bos, "ids": [number], "tokens": [bos]}},
-    }
-
-
-def build_added_token(number: int, name: str, special: bool = True) -> dict[str, Any]:
-    """Describe a token that is found in a text before the text is split."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": name, **flags, "special": special}
 
 
 def build_pre_tokenizer(pattern: str) -> dict[str, Any]:
@@ -194,3 +114,29 @@ def build_pre_tokenizer(pattern: str) -> dict[str, Any]:
         }
     into_bytes = BYTE_LEVEL | {"use_regex": gpt2_after_digits}
     return {"type": "Sequence", "pretokenizers": [split, into_bytes]}
+
+
+def find_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
+    """Find the word pattern that splits texts as a pre-tokenizer does; None if there is none."""
+    if pre_tokenizer is None:
+        return None
+    wanted = _strip(pre_tokenizer)
+    if wanted == {"type": "ByteLevel"}:
+        return GPT2_PATTERN
+    for pattern, known in KNOWN_PATTERNS.items():
+        if wanted == _strip(build_pre_tokenizer(known.tokenizer_json)):
+            return pattern
+    return None
+
+
+def _strip(step: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what has its default, and what says nothing of tokens."""
+    defaults = {"use_regex": True, "invert": False, "add_prefix_space": False}
+    left = {
+        key: value
+        for key, value in step.items()
+        if key != "trim_offsets" and value != defaults.get(key, ...)
+    }
+    if "pretokenizers" in left:
+        left["pretokenizers"] = [_strip(each) for each in left["pretokenizers"]]
+    return left
