@@ -135,7 +135,7 @@ def _pick_dtype(device: torch.device) -> torch.dtype:
     with AMX tiles. Other CPUs emulate it. Before Ampere, NVIDIA's GPUs of compute capability 7 have
     tensor cores for float16 alone.
     """
-    if _multiplies_bfloat16(device):
+    if multiplies_bfloat16(device):
         return torch.bfloat16
     if device.type == "cuda" and torch.cuda.get_device_capability() >= (7, 0):
         return torch.float16
@@ -163,7 +163,7 @@ def _pick_deterministic(setting: str, device: torch.device) -> bool:
     return is_possible and (setting == "on" or is_nvidia)
 
 
-def _multiplies_bfloat16(device: torch.device) -> bool:
+def multiplies_bfloat16(device: torch.device) -> bool:
     """Check whether a device multiplies bfloat16 in hardware."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -295,6 +295,16 @@ def keep_freed_memory() -> None:
     # Older versions accept at most 32 MiB.
     if mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 32 << 20):
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+# Those for our own code. On Windows LLVM's alone: Microsoft's compiler lacks the vector types of
+# decode.cpp, and MinGW's g++ does not align the stack for them (GCC's bug 54412), so its code would
+# crash.
+CPP_COMPILERS = ["g++"]
+if IS_WINDOWS:
+    CPP_COMPILERS = ["clang++"]
+elif sys.platform == "darwin":
+    CPP_COMPILERS = ["clang++", "g++"]
 
 
 def find_compiler(*names: str) -> str | None:

@@ -30,8 +30,8 @@ from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
     from gptmini.extras.sources.find import Copies
-    from gptmini.generate.run import Run
-    from gptmini.generate.texts import Generation
+    from gptmini.generate.run import Generation, Run
+    from gptmini.tokenizer.chat_template import Message
 
 Settings = dict[str, Any]
 SHOWN_COPIES = 10
@@ -130,8 +130,8 @@ def generate(
     path = open_run(run, "--prompt", "--prompt-file")
     draft_path = None if draft is None else resolve_run(draft)
     load_torch()
+    from gptmini.cli import prompts_file
     from gptmini.console import say
-    from gptmini.generate import prompts_file
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights, cache)
@@ -366,7 +366,6 @@ def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: boo
 def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
     """Answer messages as they are typed, each with what was said before, as far as it fits."""
     from gptmini.console import say, stream_to_stdout
-    from gptmini.generate.chat import drop_oldest_turns
 
     run.render_chat([{"role": "user", "content": ""}])  # refuses a run without a template now
     say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
@@ -395,3 +394,23 @@ def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None
         if show_sources:
             _say_copies(run.find_copies(answer), answer)
         messages.append({"role": "assistant", "content": answer})
+
+
+def drop_oldest_turns(
+    run: "Run", messages: "list[Message]", max_new_tokens: int
+) -> "list[Message]":
+    """Return the messages without the oldest turns, so that an answer to the last one fits.
+
+    A turn is a message of the user and what follows it; it is dropped whole. What comes before the
+    first turn, such as a system message, stays, and so does the last turn. An answer gets
+    `max_new_tokens`, or half of the context if that is less.
+    """
+    context_length = run.context_length
+    room = min(max_new_tokens, context_length // 2)
+    starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    for start in starts:
+        kept = messages[: starts[0]] + messages[start:]
+        n_prompt = len(run.encode_chat(kept))
+        if n_prompt + room <= context_length:
+            break
+    return kept

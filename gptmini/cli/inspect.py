@@ -45,7 +45,7 @@ def inspect(
         plots.check_suffix(out, suffixes)
         plots.check_can_draw(out)
     if mask is not None:
-        from gptmini.generate import attention_maps
+        from gptmini.cli import attention_maps
 
         cells = attention_maps.build_mask(mask, size)
         print(attention_maps.format_mask(cells))
@@ -63,8 +63,8 @@ def _inspect_run(
     path: Path, prompt: str, layer: int | None, head: int | None, out: Path | None
 ) -> None:
     """Print what the heads attend to; write a page or a picture of it."""
+    from gptmini.cli import attention_maps
     from gptmini.console import say, show_elapsed
-    from gptmini.generate import attention_maps
     from gptmini.generate.run import load_run
 
     trained = load_run(path, "cpu", "float32")

@@ -1,8 +1,8 @@
 """Compute next-token logits in plain torch: prefill, then decode over a KV cache.
 
 This works on any device. Each text has a row of the cache, its slot, and a length of its own. The
-next token of all texts is one pass of a fixed shape, which a GPU of NVIDIA or AMD repeats as a CUDA
-graph (gpu/graphs.py). On a CPU, `native.engine.NativeEngine` does the same faster.
+next token of all texts is one pass of a fixed shape. `open_engine` is the door to faster engines,
+which are in `gptmini/extras/engine/`.
 
 A pass is padded to one of few numbers of rows and keys. The last bits of a row's logits depend on
 these numbers, so they may depend on what else is in the pass.
@@ -11,14 +11,17 @@ Letters: R rows, B rows of a pass, T tokens, N positions that need logits, D wid
 """
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptmini.generate.gpu.graphs import StepGraphs
-from gptmini.generate.texts import Text
+from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.generate.filters import LogitsProcessor, draw_tokens
+from gptmini.generate.precision import widen_weights
+from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
 from gptmini.model.cache import Rows, StaticCache
 from gptmini.model.gpt import GPT
@@ -46,18 +49,58 @@ class Engine(Protocol):
     name: str
     n_slots: int
 
-    def __call__(self, texts: list[Text]) -> list[Tensor]:
+    def __call__(self, texts: list[Sequence]) -> list[Tensor]:
         """Compute logits (n_logits, V) for the last tokens of each text, in float32.
 
         They are on the device of the model, and may lie in a buffer that the next call overwrites.
         Afterwards the cache holds the whole context of each text.
         """
 
-    def prefill_chunk(self, text: Text, max_tokens: int = PREFILL_CHUNK) -> bool:
+    def prefill_chunk(self, text: Sequence, max_tokens: int = PREFILL_CHUNK) -> bool:
         """Prefill a chunk of a long prompt; return False if the next call can do the rest.
 
         A caller that serves other texts calls this between their tokens.
         """
+
+    def draw(
+        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
+    ) -> dict[Sequence, int]:
+        """Draw the next token of each text from its logits (V,), as `filters.draw_tokens` does."""
+
+    def is_current(self, model: GPT) -> bool:
+        """Check that this engine computes the model, as it is now."""
+
+    def open_another(self, n_slots: int) -> "Engine":
+        """Open an engine of the same model, which shares its weights."""
+
+
+def open_engine(
+    model: GPT, n_slots: int, weights: str = "float32", cache: Path = DEFAULT_CACHE_DIR
+) -> Engine:
+    """Open the fastest engine on this machine for up to `n_slots` texts at a time.
+
+    `weights` is the precision to compute in, and `cache` the folder of compiled code. Without the
+    wing, or where it has nothing faster, that is PyTorch, for which weights become float32.
+    """
+    try:
+        from gptmini.extras.engine import door  # noqa: PLC0415 - the core runs without it
+    except ModuleNotFoundError:
+        engine = None
+    else:
+        engine = door.open_engine(model, n_slots, weights, cache)
+    if engine is None:
+        widen_weights(model)
+        engine = TorchEngine(model, n_slots)
+    return engine
+
+
+def copy_to_host(logits: list[Tensor]) -> list[Tensor]:
+    """Copy logits, (..., V) each, to the host, all at once; there, return them as they are."""
+    if not logits or logits[0].device.type == "cpu":
+        return logits
+    rows = [each.reshape(-1, each.shape[-1]) for each in logits]
+    on_host = torch.cat(rows).cpu().split([len(each) for each in rows])
+    return [copy.view(each.shape) for copy, each in zip(on_host, logits, strict=True)]
 
 
 class TorchEngine:
@@ -65,31 +108,25 @@ class TorchEngine:
 
     name = "torch"
 
-    def __init__(
-        self, model: GPT, n_slots: int = 1, use_cache: bool = True, use_graphs: bool = False
-    ) -> None:
-        """`use_graphs` is for a GPU, and for weights that stay where they are."""
+    def __init__(self, model: GPT, n_slots: int = 1, use_cache: bool = True) -> None:
         self.n_slots = n_slots
         self._model = model
         self._use_cache = use_cache
         self._on_cpu = model.device.type == "cpu"
         self._max_pass_tokens = PASS_TOKENS_ON_CPU if self._on_cpu else PASS_TOKENS
-        self._slots: list[Text | None] = []  # the text in each row of the cache
+        self._slots: list[Sequence | None] = []  # the text in each row of the cache
         self._assigned_at: list[int] = []
         self._cache = self._create_cache(0)
         self._compute = Compute(model.device, model.embed.weight.dtype)
-        self._graphs: StepGraphs | None = None
-        if use_graphs and use_cache and model.device.type == "cuda":
-            self._graphs = StepGraphs()
 
     @torch.inference_mode()
-    def __call__(self, texts: list[Text]) -> list[Tensor]:
+    def __call__(self, texts: list[Sequence]) -> list[Tensor]:
         if not self._use_cache:
             return [self._compute_alone(text) for text in texts]
         self._grow_for(texts)
         for text in texts:
             self._assign_slot(text, texts)
-        pieces: dict[Text, list[Tensor]] = {text: [] for text in texts}
+        pieces: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         while unready := [text for text in texts if _count_unseen(text) > 1]:
             batch = self._choose_batch(unready)
             for text, logits in zip(batch, self._prefill(batch), strict=True):
@@ -101,7 +138,7 @@ class TorchEngine:
         return [_join(pieces[text]) for text in texts]
 
     @torch.inference_mode()
-    def prefill_chunk(self, text: Text, max_tokens: int = PREFILL_CHUNK) -> bool:
+    def prefill_chunk(self, text: Sequence, max_tokens: int = PREFILL_CHUNK) -> bool:
         if not self._use_cache:
             return False
         self._assign_slot(text, [])
@@ -111,7 +148,20 @@ class TorchEngine:
         self._prefill([text])
         return True
 
-    def _compute_alone(self, text: Text) -> Tensor:
+    def draw(
+        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
+    ) -> dict[Sequence, int]:
+        return draw_tokens(copy_to_host(logits), texts, processors)
+
+    def is_current(self, model: GPT) -> bool:
+        # The weights are read anew for each token; the cache has their type and device.
+        compute = Compute(model.device, model.embed.weight.dtype)
+        return model is self._model and compute == self._compute
+
+    def open_another(self, n_slots: int) -> Engine:
+        return type(self)(self._model, n_slots)
+
+    def _compute_alone(self, text: Sequence) -> Tensor:
         """Pass the whole context through the model; logits (n_logits, V)."""
         tokens = torch.tensor([text.context], device=self._model.device)  # (1, T)
         hidden = self._model.forward_hidden(tokens)[0, -text.n_logits :]  # (n_logits, D)
@@ -120,7 +170,7 @@ class TorchEngine:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def _choose_batch(self, texts: list[Text]) -> list[Text]:
+    def _choose_batch(self, texts: list[Sequence]) -> list[Sequence]:
         """Choose texts whose next chunks fit one pass; the first is always among them."""
         batch = texts[:1]
         longest = min(_count_unseen(texts[0]), PREFILL_CHUNK)
@@ -131,7 +181,7 @@ class TorchEngine:
             batch.append(text)
         return batch
 
-    def _prefill(self, texts: list[Text]) -> list[Tensor]:
+    def _prefill(self, texts: list[Sequence]) -> list[Tensor]:
         """Pass the next chunks of B texts through the model; their logits, (N, V) for each."""
         rows = self._find_rows(texts)
         ends = [min(text.n_cached + PREFILL_CHUNK, len(text.context)) for text in texts]
@@ -163,7 +213,7 @@ class TorchEngine:
         logits = self._model.compute_logits(hidden[wanted]).float()  # (N, V)
         return list(logits.split(n_logits))
 
-    def _step(self, texts: list[Text]) -> list[Tensor]:
+    def _step(self, texts: list[Sequence]) -> list[Tensor]:
         """Pass the last token of each text through the model; its logits (1, V)."""
         self._move_down(texts)
         slots = [self._slots.index(text) for text in texts]
@@ -178,10 +228,7 @@ class TorchEngine:
             text.n_cached = len(text.context)
         n_keys = self._count_keys(max(text.n_cached for text in texts))
         inputs = self._upload([tokens, positions, is_token])  # (3, R, 1)
-        if self._graphs is None:
-            logits = self._compute_step(inputs, n_keys)  # (R, V)
-        else:
-            logits = self._graphs(self._compute_step, inputs, n_keys)  # (R, V)
+        logits = self._compute_step(inputs, n_keys)  # (R, V)
         return [logits[slot : slot + 1] for slot in slots]
 
     def _compute_step(self, inputs: Tensor, n_keys: int) -> Tensor:
@@ -204,7 +251,7 @@ class TorchEngine:
             n_keys = max(MIN_KEYS, 1 << (longest - 1).bit_length())
         return min(n_keys, self._model.config.context_length)
 
-    def _find_rows(self, texts: list[Text]) -> Rows:
+    def _find_rows(self, texts: list[Sequence]) -> Rows:
         """Say which rows of the cache hold the texts; rows side by side are read in place."""
         slots = [self._slots.index(text) for text in texts]
         if slots == [*range(slots[0], slots[0] + len(slots))]:
@@ -216,7 +263,7 @@ class TorchEngine:
 
     # -- slots -------------------------------------------------------------------------------------
 
-    def _assign_slot(self, text: Text, texts: list[Text]) -> None:
+    def _assign_slot(self, text: Sequence, texts: list[Sequence]) -> None:
         """Give a new text a slot that no text of this call has.
 
         Empty slots and those of ended texts go first, then new ones, then the one assigned longest
@@ -237,7 +284,7 @@ class TorchEngine:
         self._slots[slot] = text
         self._assigned_at[slot] = max(self._assigned_at) + 1
 
-    def _find_free_slots(self, texts: list[Text]) -> list[int]:
+    def _find_free_slots(self, texts: list[Sequence]) -> list[int]:
         """List the slots without a text that may come again."""
         return [
             slot
@@ -245,7 +292,7 @@ class TorchEngine:
             if text is None or (text.finish_reason is not None and text not in texts)
         ]
 
-    def _grow_for(self, texts: list[Text]) -> None:
+    def _grow_for(self, texts: list[Sequence]) -> None:
         """Grow the cache at once for all new texts that have no free slot."""
         n_new = sum(text not in self._slots for text in texts)
         wanted = len(self._slots) + n_new - len(self._find_free_slots(texts))
@@ -255,8 +302,6 @@ class TorchEngine:
 
     def _grow(self, n_rows: int) -> None:
         """Replace the cache by one of more rows."""
-        if self._graphs is not None:
-            self._graphs.clear()  # they hold the addresses of the old cache
         old = self._cache
         self._cache = self._create_cache(n_rows)
         for row in range(old.n_rows):
@@ -270,7 +315,7 @@ class TorchEngine:
         config = self._model.config
         return StaticCache(config, n_rows, weight.device, weight.dtype, PREFILL_CHUNK)
 
-    def _move_down(self, texts: list[Text]) -> None:
+    def _move_down(self, texts: list[Sequence]) -> None:
         """Move texts from high slots to free low ones while that makes the next step smaller."""
         while True:
             highest = max(self._slots.index(text) for text in texts)
@@ -291,7 +336,7 @@ def round_up_rows(n_rows: int) -> int:
     return 1 << (n_rows - 1).bit_length()
 
 
-def _count_unseen(text: Text) -> int:
+def _count_unseen(text: Sequence) -> int:
     return len(text.context) - text.n_cached
 
 

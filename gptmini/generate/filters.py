@@ -4,20 +4,72 @@ The token is a pure function of the logits, the settings and one number in [0, 1
 depends only on the seed, the number of the text and the position in it. So equal logits give equal
 texts in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
 
-Letters: V vocabulary, N tokens that pass the filters.
+`ADJUSTMENTS` change logits, `FILTERS` leave out unlikely tokens. Each is one function that takes
+many texts as well as one, on any device. `draw_tokens` draws for one text after the other.
+
+Letters: R texts, V vocabulary, N tokens that pass the filters.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import CheckpointError, ConfigError
+from gptmini.errors import CheckpointError, ConfigError, GptminiError
 from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_top_p, sample_index
+from gptmini.generate.sequence import Sequence
+from gptmini.machine import Compute
+
+
+class LogitsProcessor:
+    """What the logits of a text are adjusted by: its settings, and a bias (V,) that may be -inf."""
+
+    def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
+        self.sample = sample
+        self._bias = bias  # (V,)
+        self._bias_on_device: Tensor | None = None
+
+    def get_bias(self, device: torch.device) -> Tensor | None:
+        """Return the bias (V,) on a device; it is copied there once."""
+        if self._bias_on_device is None and self._bias is not None:
+            self._bias_on_device = self._bias.to(device)
+        return self._bias_on_device
+
+
+Texts = list[Sequence]
+Processors = list[LogitsProcessor]
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def draw_tokens(logits: list[Tensor], texts: Texts, processors: Processors) -> dict[Sequence, int]:
+    """Draw the next token of each text from the model's logits on the host, (V,) each.
+
+    A text that can have no token, such as one with a ban of all, fails, and gets none.
+    """
+    tokens: dict[Sequence, int] = {}
+    for row, text, processor in zip(logits, texts, processors, strict=True):
+        try:
+            tokens[text] = draw_token(row, text, processor)
+        except GptminiError as error:
+            text.fail(error)
+    return tokens
+
+
+def draw_token(logits: Tensor, text: Sequence, processor: LogitsProcessor) -> int:
+    """Draw the next token of a text from the model's logits (V,) on the host."""
+    # argmax of NaN would be token 0, silently.
+    if not np.isfinite(logits.numpy()).all():
+        raise make_non_finite_error()
+    (scores,) = adjust_logits(logits[None], [text], [processor])  # (V,)
+    random = make_random_number(processor.sample.seed, text.number, len(text.tokens))
+    return sample_token(scores, processor.sample, random)
 
 
 def make_random_number(seed: int, text_number: int, position: int) -> float:
@@ -44,10 +96,7 @@ def filter_probabilities(
     """Choose the tokens (N,) that may be drawn from logits (V,); return them and their weights.
 
     The tokens are None for all V; after top-k or top-p they run from most to least likely. The
-    weights (N,) are unnormalized probabilities. Top-p keeps the smallest set of most
-    likely tokens with at least that probability (Holtzman et al. 2020), min-p the tokens at least
-    that fraction as likely as the most likely one (Nguyen et al. 2024). Raises ConfigError if no
-    token is left.
+    weights (N,) are unnormalized probabilities. Raises ConfigError if no token is left.
     """
     tokens: TokenIds | None = None
     values = logits.numpy()  # (V,)
@@ -59,15 +108,16 @@ def filter_probabilities(
     if highest == -np.inf:
         raise make_no_token_error()
     weights: TokenWeights = np.exp(scaled - highest)  # the most likely token weighs 1
-    if sample.top_p is not None and sample.top_p < 1:
-        enough = sample.top_p * weights.sum()
-        if tokens is None:
-            tokens = find_top_p(values, weights, enough)
-            weights = weights[tokens]
-        before = weights.cumsum() - weights  # the weight of all tokens more likely than each
-        weights[before >= enough] = 0
-    if sample.min_p is not None:
-        kept = np.flatnonzero(weights >= sample.min_p)
+    total = weights.sum()
+    if tokens is None and sample.top_p is not None and sample.top_p < 1:
+        tokens = find_top_p(values, weights, sample.top_p * total)
+        weights = weights[tokens]
+    for name, each in FILTERS.items():
+        value = getattr(sample, name)
+        if value is not None:
+            weights = weights * each.keep(weights, value, total)
+    if sample.min_p:  # which leaves few tokens
+        kept = np.flatnonzero(weights)
         tokens = kept if tokens is None else tokens[kept]
         weights = weights[kept]
     return tokens, weights
@@ -83,50 +133,113 @@ def make_non_finite_error() -> CheckpointError:
     return CheckpointError("model: non-finite logits, the weights are damaged; train again")
 
 
-class LogitsProcessor:
-    """Applies bias (-inf bans a token) and penalties to logits, before the filters."""
-
-    def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
-        self.sample = sample
-        self._bias = bias  # (V,)
-        self._bias_on_device: Tensor | None = None
-
-    def get_bias(self, device: torch.device) -> Tensor | None:
-        """Return the bias (V,) on a device; it is copied there once."""
-        if self._bias_on_device is None and self._bias is not None:
-            self._bias_on_device = self._bias.to(device)
-        return self._bias_on_device
-
-    def __call__(self, logits: Tensor, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-        """Return adjusted logits (V,).
-
-        The repetition penalty divides positive and multiplies negative logits of tokens in prompt
-        and text (Keskar et al. 2019). The presence penalty is subtracted once from each token
-        drawn, the frequency penalty once per occurrence, as in OpenAI's API.
-
-        Raises CheckpointError if the logits are not finite.
-        """
-        # argmax of NaN would be token 0, silently.
-        if not np.isfinite(logits.numpy()).all():
-            raise make_non_finite_error()
-        sample = self.sample
-        if self._bias is not None:
-            logits = logits + self._bias
-        penalty = sample.repetition_penalty
-        if penalty != 1 and (seen := {*prompt, *generated}):
-            tokens = torch.tensor(sorted(seen))
-            old = logits[tokens]
-            new = torch.where(old > 0, old / penalty, old * penalty)
-            logits = logits.index_put((tokens,), new)
-        if generated and (sample.presence_penalty != 0 or sample.frequency_penalty != 0):
-            counts = Counter(generated)
-            tokens = torch.tensor(list(counts))
-            times = torch.tensor(list(counts.values()))
-            penalties = sample.presence_penalty + sample.frequency_penalty * times
-            logits = logits.index_add(0, tokens, -penalties.to(logits.dtype))
-        return logits
-
-
 def compute_logprob(logits: Tensor, token: int) -> float:
     """Compute the log-probability (nats) of a token under the model's own logits (V,)."""
     return float(logits[token] - logits.logsumexp(dim=0))
+
+
+# -- filters: which of the weights (..., N) to keep, for a setting and the total of all weights ----
+
+# Arrays of one text, with a number for each setting, or tensors of R texts, with R of them (R, 1).
+Weights = Any
+
+
+def keep_top_p(weights: Weights, top_p: Weights, total: Weights) -> Weights:
+    """Keep the fewest most likely tokens with at least this share (Holtzman et al. 2020).
+
+    The weights run from most to least likely, unless `top_p` is 1.
+    """
+    before = weights.cumsum(-1) - weights  # of all tokens more likely than each
+    return (before < top_p * total) | (top_p >= 1)
+
+
+def keep_min_p(weights: Weights, min_p: Weights, total: Weights) -> Weights:
+    """Keep tokens at least this fraction as likely as the most likely one (Nguyen et al. 2024)."""
+    return weights >= min_p
+
+
+class Filter(NamedTuple):
+    """Says which weights to keep; at the setting `off`, which stands for null, all of them."""
+
+    keep: Callable[[Weights, Weights, Weights], Weights]
+    off: float
+
+
+# By setting, in the order of their use.
+FILTERS = {"top_p": Filter(keep_top_p, 1.0), "min_p": Filter(keep_min_p, 0.0)}
+
+
+# -- adjustments of the logits (R, V) of R texts ---------------------------------------------------
+
+
+def adjust_logits(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+    """Adjust logits (R, V) before the filters; those given stay as they are."""
+    for adjust in ADJUSTMENTS:
+        logits = adjust(logits, texts, processors)
+    return logits
+
+
+def add_bias(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+    """Add the bias of each text; -inf bans a token."""
+    biases = [processor.get_bias(logits.device) for processor in processors]  # (V,) each
+    if not any(bias is not None for bias in biases):
+        return logits
+    adjusted = logits.clone()
+    for row, bias in enumerate(biases):
+        if bias is not None:
+            adjusted[row] += bias
+    return adjusted
+
+
+def penalize_repetition(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+    """Divide positive and multiply negative logits of tokens in prompt and text (Keskar 2019)."""
+    places: list[tuple[int, int]] = []
+    factors: list[float] = []
+    for row, (text, processor) in enumerate(zip(texts, processors, strict=True)):
+        penalty = processor.sample.repetition_penalty
+        if penalty != 1:
+            seen = {*text.prompt_tokens, *text.tokens}
+            places += [(row, token) for token in seen]
+            factors += [penalty] * len(seen)
+    if not places:
+        return logits
+    upload = Compute(logits.device, logits.dtype).copy
+    indices = upload(torch.tensor(places)).unbind(dim=1)
+    factor = upload(torch.tensor(factors, dtype=logits.dtype))
+    old = logits[indices]
+    return logits.index_put(indices, torch.where(old > 0, old / factor, old * factor))
+
+
+def penalize_presence(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+    """Subtract the presence penalty once from each token drawn, the frequency penalty each time."""
+    places: list[tuple[int, int]] = []
+    counts: list[tuple[float, float, int]] = []
+    for row, (text, processor) in enumerate(zip(texts, processors, strict=True)):
+        sample = processor.sample
+        if sample.presence_penalty != 0 or sample.frequency_penalty != 0:
+            for token, count in Counter(text.tokens).items():
+                places.append((row, token))
+                counts.append((sample.presence_penalty, sample.frequency_penalty, count))
+    if not places:
+        return logits
+    upload = Compute(logits.device, logits.dtype).copy
+    indices = upload(torch.tensor(places)).unbind(dim=1)
+    presence, frequency, times = torch.tensor(counts, dtype=logits.dtype).unbind(dim=1)
+    penalties = upload(presence + frequency * times)
+    return logits.index_put(indices, logits[indices] - penalties)
+
+
+def limit_first_token(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+    """Rule out the tokens that may not begin a text."""
+    first = [row for row, text in enumerate(texts) if not text.tokens]
+    upload = Compute(logits.device, logits.dtype).copy
+    adjusted = logits
+    for row in first:
+        allowed = texts[row].allowed_first  # (V,)
+        if allowed is not None:
+            adjusted = logits.clone() if adjusted is logits else adjusted
+            adjusted[row].masked_fill_(~upload(allowed), -torch.inf)
+    return adjusted
+
+
+ADJUSTMENTS = [add_bias, penalize_repetition, penalize_presence, limit_first_token]

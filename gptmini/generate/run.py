@@ -8,13 +8,13 @@ for characters in run.stream("The "):
     print(characters, end="", flush=True)
 """
 
-import ctypes
 import hashlib
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -28,22 +28,13 @@ from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError, make_missing_wing_error
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.engine import Engine, TorchEngine
-from gptmini.generate.fingerprint import Fingerprint
-from gptmini.generate.native import engine as native
-from gptmini.generate.native import precision
-from gptmini.generate.native.build import build_library
-from gptmini.generate.native.engine import NativeEngine
+from gptmini.generate import precision
+from gptmini.generate.engine import Engine, TorchEngine, open_engine
+from gptmini.generate.filters import compute_logprob
 from gptmini.generate.sampler import check_overflow, sample_tokens
+from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
-from gptmini.generate.texts import (
-    Generation,
-    Text,
-    allow_any_but_end,
-    build_token_bias,
-    encode_start,
-)
-from gptmini.machine import pick_compute, pick_device
+from gptmini.machine import CPP_COMPILERS, find_compiler, multiplies_bfloat16, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_own_model
@@ -61,38 +52,63 @@ if TYPE_CHECKING:
 # needs five on two cores for GPT-2.
 MIN_PARAMETERS_FOR_GPU = 50_000_000
 
+# Threads that share a run share its weights, too. Opening an engine may ask for the model.
+_opening = threading.RLock()
 
-# Threads that share a run share what is made from its model. Making one may need the other.
-_preparing = threading.RLock()
 
+class Generation:
+    """Texts that are generated together; iterate for (number, new characters) as they grow.
 
-@dataclass
-class _Prepared:
-    """What was made of a model to generate with it; made anew once the model has changed."""
+    Nothing is computed before the first step of the iterator. `seconds` and `time_to_first_token`
+    count from there.
+    """
 
-    fingerprint: Fingerprint
-    library: ctypes.CDLL | None  # the compiled step; None where torch generates
-    model: GPT  # as the engine runs it
-    # The weights in the layout of the compiled step, shared by all engines.
-    packed: precision.PackedMatrices = field(default_factory=dict)
-    # Engines that no generation is using. Not a list behind a lock: the garbage collector may
-    # close an abandoned generation at any moment, even in a thread that holds the lock, and
-    # giving back its engine would wait for that lock forever. A deque's methods are atomic.
-    idle_engines: deque[Engine] = field(default_factory=deque)
+    def __init__(
+        self,
+        tokens: Iterator[tuple[Sequence, int, Tensor]],
+        samples: list[Sequence],
+        logprobs: bool,
+        engine: str,
+    ) -> None:
+        """`tokens` comes from `sampler.sample_tokens`; `engine` names the engine."""
+        self.samples = samples
+        self.engine = engine
+        self.seconds = 0.0
+        self.time_to_first_token = 0.0
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._started: float | None = None
 
-    def take_engine(self, weights: str, n_texts: int) -> Engine:
-        """Take an idle engine that is large enough, or open one.
+    @property
+    def n_tokens(self) -> int:
+        """Count the tokens generated so far."""
+        return sum(len(sample.tokens) for sample in self.samples)
 
-        Drops engines that are too small: the larger one that is opened now replaces them.
-        """
-        while self.idle_engines:
-            with suppress(IndexError):  # another thread may have taken the last one
-                engine = self.idle_engines.pop()
-                if engine.n_slots >= n_texts:
-                    return engine
-        if self.library is None:
-            return TorchEngine(self.model, n_texts, use_graphs=True)
-        return NativeEngine(self.library, self.model, weights, n_texts, self.packed)
+    @property
+    def drafted(self) -> int:
+        """Count the tokens drafted so far."""
+        return sum(sample.drafted for sample in self.samples)
+
+    @property
+    def accepted(self) -> int:
+        """Count the drafted tokens that the model accepted."""
+        return sum(sample.accepted for sample in self.samples)
+
+    def finish(self) -> list[Sequence]:
+        """Generate to the end, then return the samples."""
+        for _ in self:
+            pass
+        return self.samples
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        self._started = self._started or time.perf_counter()
+        for text, token, logits in self._tokens:
+            self.seconds = time.perf_counter() - self._started
+            self.time_to_first_token = self.time_to_first_token or self.seconds
+            if self._logprobs:
+                text.logprobs.append(compute_logprob(logits, token))
+            if characters := text.decode_token(token):
+                yield text.number, characters
 
 
 class Run:
@@ -133,7 +149,11 @@ class Run:
         self._model = model  # in bfloat16 or int8 until someone asks for `model`
         self.weights = weights
         self.cache = cache
-        self._prepared: _Prepared | None = None
+        self._engine: Engine | None = None  # the one that was opened last
+        # Engines that no generation is using. Not a list behind a lock: the garbage collector may
+        # close an abandoned generation at any moment, even in a thread that holds the lock, and
+        # giving back its engine would wait for that lock forever. A deque's methods are atomic.
+        self._idle_engines: deque[Engine] = deque()
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self._model.parameters())
@@ -142,7 +162,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy everything but the engines, which hold pointers into the memory of this run."""
-        state = {**self.__dict__, "_prepared": None}
+        state = {**self.__dict__, "_engine": None, "_idle_engines": deque()}
         state.pop("_chat_template", None)
         return state
 
@@ -152,9 +172,10 @@ class Run:
 
         The compiled engine needs no such copies of matrices in bfloat16 or int8.
         """
-        with _preparing:
+        with _opening:
             precision.widen_weights(self._model)
-            self._prepared = None  # it keeps the narrow weights in memory
+            self._engine = None  # which keeps the narrow weights in memory
+            self._idle_engines.clear()
         return self._model
 
     @property
@@ -219,8 +240,8 @@ class Run:
 
     def start(
         self,
-        prompts: Sequence[str | list[int]],
-        numbers: Sequence[int] | None = None,
+        prompts: Collection[str | list[int]],
+        numbers: Iterable[int] | None = None,
         use_cache: bool = True,
         logprobs: bool = False,
         special: bool = False,
@@ -272,9 +293,10 @@ class Run:
                 "use a draft with the same tokenizer"
             )
         tokens = self._generate_tokens(texts, sample, bias, draft, use_cache)
-        # If the model was changed since, the first token notices.
-        compiled = use_cache and (self._prepared or self._prepare()).library is not None
-        engine = NativeEngine.name if compiled else TorchEngine.name
+        engine = TorchEngine.name
+        if use_cache:
+            # If the model was changed since, the first token notices.
+            engine = (self._engine or self._open_idle_engine(len(texts))).name
         return Generation(tokens, texts, logprobs, engine)
 
     def find_copies(self, text: str, prompt: str = "") -> "Copies":
@@ -303,7 +325,7 @@ class Run:
         sample: SampleConfig,
         special: bool = False,
         whole: bool = False,
-    ) -> Text:
+    ) -> Sequence:
         """Create a text that continues a prompt, given as text or as tokens; see `start`.
 
         `whole` keeps a space that the prompt ends with among its tokens, as scoring it needs.
@@ -318,18 +340,18 @@ class Run:
             prompt = self.tokenizer.decode(tokens)
         tokens = tokens or encode_start(self.tokenizer, sample)
         check_overflow(len(tokens), sample, self.context_length)
-        return Text(
+        return Sequence(
             number, tokens, self.context_length, prompt, self.tokenizer, sample.stop, allowed_first
         )
 
     def _generate_tokens(
         self,
-        texts: list[Text],
+        texts: list[Sequence],
         sample: SampleConfig,
         bias: Tensor | None,
         draft: "str | Run | None",
         use_cache: bool,
-    ) -> Iterator[tuple[Text, int, Tensor]]:
+    ) -> Iterator[tuple[Sequence, int, Tensor]]:
         """Yield what `sampler.sample_tokens` yields, on engines that nobody else uses meanwhile."""
         # A generator borrows its engines at its first step and gives them back when it is closed,
         # also if nobody iterates to the end.
@@ -393,7 +415,7 @@ class Run:
             return None
         return ChatTemplate(source, self.tokenizer.template_tokens, self.path)
 
-    def decode(self, tokens: Sequence[int] | Tensor) -> str:
+    def decode(self, tokens: list[int] | Tensor) -> str:
         """Return the text of tokens (T,), such as `encode` returns or `model` makes likely."""
         numbers = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         return self.tokenizer.decode(numbers)
@@ -430,35 +452,43 @@ class Run:
     def borrow_engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
         """Lend an engine for up to `n_texts` texts; nobody else uses it until the block ends."""
         if not use_cache:
-            yield TorchEngine(self._convert_for_torch(), n_texts, use_cache=False)
+            yield TorchEngine(self.model, n_texts, use_cache=False)
             return
-        prepared = self._prepare()
-        engine = prepared.take_engine(self.weights, n_texts)
+        engine = self._take_engine(n_texts)
         try:
             yield engine
         finally:
-            prepared.idle_engines.append(engine)
+            self._idle_engines.append(engine)
 
-    def _prepare(self) -> _Prepared:
-        """Prepare to generate with the model as it is now, unless that has been done."""
-        with _preparing:
-            if self._prepared is None or not self._prepared.fingerprint.matches(self._model):
-                self._prepared = None
-                library = native.load_library(self._model, self.weights, self.cache)
-                model = self._convert_for_torch() if library is None else self._model
-                self._prepared = _Prepared(Fingerprint(self._model), library, model)
-            return self._prepared
+    def _take_engine(self, n_texts: int) -> Engine:
+        """Take an idle engine that is large enough, or open one.
 
-    def _convert_for_torch(self) -> GPT:
-        """Return the model for torch: in bfloat16 on a GPU that multiplies it, if rounded to it.
-
-        A step of few texts takes the time of reading the weights, and these are half the bytes.
-        `model` is in float32, for those who score texts.
+        Drops engines that are too small, which the larger one replaces, and those of the model as
+        it was before a change.
         """
-        device = self._model.device
-        if self.weights == "bfloat16" and device.type != "cpu" and has_bfloat16(device):
-            return precision.copy_as(self._model, torch.bfloat16)
-        return self.model
+        while self._idle_engines:
+            with suppress(IndexError):  # another thread may have taken the last one
+                engine = self._idle_engines.pop()
+                if engine.n_slots >= n_texts and engine.is_current(self._model):
+                    return engine
+        return self._open_engine(n_texts)
+
+    def _open_engine(self, n_texts: int) -> Engine:
+        """Open an engine of the model as it is now; those of one model share its weights."""
+        with _opening:
+            last = self._engine
+            if last is not None and last.is_current(self._model):
+                self._engine = last.open_another(n_texts)
+            else:
+                self._engine = last = None  # so that what it made of the model goes first
+                self._engine = open_engine(self._model, n_texts, self.weights, self.cache)
+            return self._engine
+
+    def _open_idle_engine(self, n_texts: int) -> Engine:
+        """Open an engine before somebody needs it."""
+        engine = self._open_engine(n_texts)
+        self._idle_engines.append(engine)
+        return engine
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
         """Encode a prompt; also return which tokens may come first, (V,), or None for all."""
@@ -479,7 +509,7 @@ class Run:
         return torch.tensor([spelling.startswith(b" ") for spelling in spellings])
 
 
-def _pick_device(name: str, model: GPT, cache: Path) -> torch.device:
+def _pick_device(name: str, model: GPT) -> torch.device:
     """Pick a device to generate on; `auto` takes a GPU only for a model that is faster there.
 
     For a small model, the compiled engine finishes a token before a GPU's kernels are launched.
@@ -488,14 +518,9 @@ def _pick_device(name: str, model: GPT, cache: Path) -> torch.device:
     device = pick_device(name)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_small = n_parameters < MIN_PARAMETERS_FOR_GPU
-    if name == "auto" and device.type != "cpu" and is_small and build_library(cache) is not None:
+    if name == "auto" and device.type != "cpu" and is_small and find_compiler(*CPP_COMPILERS):
         return torch.device("cpu")
     return device
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Check whether a GPU multiplies in bfloat16."""
-    return pick_compute(device.type, "auto").dtype == torch.bfloat16
 
 
 @show_elapsed("loading the model")
@@ -532,8 +557,8 @@ def load_run(
     net.load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
     precision.round_weights(net, weights)
-    target = _pick_device(device, net, cache)
-    if target.type != "cpu" and not (weights == "bfloat16" and has_bfloat16(target)):
+    target = _pick_device(device, net)
+    if target.type != "cpu" and not (weights == "bfloat16" and multiplies_bfloat16(target)):
         precision.widen_weights(net)
     net = net.to(target)
     return Run(directory.path, config, tokenizer, net, checkpoint.state, weights, cache)

@@ -9,7 +9,7 @@ import torch
 
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
-from gptmini.generate.texts import encode_start
+from gptmini.generate.sequence import encode_start
 from gptmini.model.losses import compute_token_losses
 
 

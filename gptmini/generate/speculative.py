@@ -8,17 +8,17 @@ PyTorch's engine, up to the rounding of logits.
 V is the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.generate.engine import Engine
-from gptmini.generate.filters import LogitsProcessor, make_random_number, sample_token
-from gptmini.generate.sampler import append_token, copy_to_host, draw_token
-from gptmini.generate.texts import Text
+from gptmini.generate.engine import Engine, copy_to_host
+from gptmini.generate.filters import LogitsProcessor, draw_token
+from gptmini.generate.sampler import append_token
+from gptmini.generate.sequence import Sequence
 
 MAX_DRAFT_TOKENS = 3  # four tokens take less than twice as long as one (scripts/LOG.md, 2026-11-21)
 
@@ -26,7 +26,7 @@ MAX_DRAFT_TOKENS = 3  # four tokens take less than twice as long as one (scripts
 class Drafter(Protocol):
     """Drafts the next tokens of texts, cheaply."""
 
-    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+    def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Return tokens that may follow each text, at most its limit."""
 
 
@@ -34,11 +34,11 @@ class Drafter(Protocol):
 def sample_speculatively(
     engine: Engine,
     drafter: Drafter,
-    texts: Sequence[Text],
+    texts: list[Sequence],
     sample: SampleConfig,
     context_length: int,
     bias: Tensor | None = None,
-) -> Iterator[tuple[Text, int, Tensor]]:
+) -> Iterator[tuple[Sequence, int, Tensor]]:
     """Yield what `sampler.sample_tokens` yields, in fewer passes where the drafts are right."""
     processor = LogitsProcessor(sample, bias)
     while live := [text for text in texts if text.finish_reason is None]:
@@ -69,7 +69,7 @@ def sample_speculatively(
 
 
 def _draft_tokens(
-    drafter: Drafter, texts: list[Text], sample: SampleConfig, context_length: int
+    drafter: Drafter, texts: list[Sequence], sample: SampleConfig, context_length: int
 ) -> list[list[int]]:
     """Draft tokens for each text, none where the model could not verify them cheaply."""
     limits = []
@@ -91,13 +91,13 @@ class PromptLookup:
     def __init__(self) -> None:
         # For each text: where each n-gram last ended, and how many tokens are indexed. A call adds
         # only the new tokens, so a long text stays cheap.
-        self._ends: dict[Text, dict[tuple[int, ...], int]] = {}
-        self._indexed: dict[Text, int] = {}
+        self._ends: dict[Sequence, dict[tuple[int, ...], int]] = {}
+        self._indexed: dict[Sequence, int] = {}
 
-    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+    def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
         return [self._find_match(text, limit) for text, limit in zip(texts, limits, strict=True)]
 
-    def _find_match(self, text: Text, limit: int) -> list[int]:
+    def _find_match(self, text: Sequence, limit: int) -> list[int]:
         tokens = text.prompt_tokens + text.tokens
         ends = self._ends.setdefault(text, {})
         # Index the last n-gram in the next call: now it would only find itself.
@@ -115,36 +115,34 @@ class DraftModel:
         self._context_length = context_length
         self._engine = engine
         self._sample = sample
-        self._views: dict[Text, Text] = {}  # each text as the draft model's engine sees it
+        self._views: dict[Sequence, Sequence] = {}  # each text as the draft model's engine sees it
 
-    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+    def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Draft up to `limits` tokens for each text, fewer if the draft model's context is full."""
-        drafts: list[list[int]] = [[] for _ in texts]
         views = [self._sync_view(text) for text in texts]
-        logits_processor = LogitsProcessor(self._sample, None)
+        processor = LogitsProcessor(self._sample, None)
         for ahead in range(max(limits)):  # one token for all texts at a time
-            has_room = [len(view.context) <= self._context_length for view in views]
-            live = [n for n, limit in enumerate(limits) if ahead < limit and has_room[n]]
+            live = [
+                view
+                for view, limit in zip(views, limits, strict=True)
+                if ahead < limit and len(view.context) <= self._context_length
+            ]
             if not live:
                 break
-            all_logits = copy_to_host(self._engine([views[n] for n in live]))
-            for n, logits in zip(live, all_logits, strict=True):
-                text = texts[n]
-                generated = text.tokens + drafts[n]
-                scores = logits_processor(logits[-1], text.prompt_tokens, generated)  # (V,)
-                random = make_random_number(self._sample.seed, text.number, len(generated))
-                token = sample_token(scores, self._sample, random)
-                drafts[n].append(token)
-                views[n].context.append(token)
-        return drafts
+            for view, logits in zip(live, copy_to_host(self._engine(live)), strict=True):
+                token = draw_token(logits[-1], view, processor)
+                view.tokens.append(token)
+                view.context.append(token)
+        return [view.tokens[len(text.tokens) :] for view, text in zip(views, texts, strict=True)]
 
-    def _sync_view(self, text: Text) -> Text:
+    def _sync_view(self, text: Sequence) -> Sequence:
         """Update the draft model's view of a text; keep its cache unless the text slid."""
         view = self._views.get(text)
         if view is None:
-            view = Text(text.number, text.prompt_tokens, self._context_length)
+            view = Sequence(text.number, text.prompt_tokens, self._context_length)
             self._views[text] = view
         slid = view.context_start != text.context_start
+        view.tokens = list(text.tokens)
         view.context = list(text.context)
         view.context_start = text.context_start
         view.n_cached = 0 if slid else min(view.n_cached, len(view.context) - 1)

@@ -13,7 +13,7 @@ from gptmini.distributed.checkpoint_store import (
 )
 from gptmini.distributed.placement import Placement, Replicated
 from gptmini.errors import ConfigError
-from gptmini.generate.texts import build_token_bias
+from gptmini.generate.sequence import build_token_bias
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cuda_graph import Loss, create_loss
 from gptmini.plan.fit import compile_blocks

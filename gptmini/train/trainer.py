@@ -16,7 +16,7 @@ from gptmini.console import TrainingProgressBar, iter_with_progress, say
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.texts import Text, allow_any_but_end, encode_start
+from gptmini.generate.sequence import Sequence, allow_any_but_end, encode_start
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.minutes import compute_steps_for_minutes
 from gptmini.plan.plan import Plan
@@ -191,7 +191,7 @@ def generate_sample(training: Training) -> str:
     tokenizer = training.corpus.tokenizer
     context_length = training.config.model.context_length
     tokens = encode_start(tokenizer, settings)
-    text = Text(
+    text = Sequence(
         0,
         tokens,
         context_length,

@@ -22,13 +22,12 @@ from torch import Tensor
 from bench.memory import read_peak
 from bench.results import Extent, Table
 from gptmini.config.settings import ModelConfig, SampleConfig
-from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.engine import Engine
-from gptmini.generate.native.engine import NativeEngine, open_engine
-from gptmini.generate.native.precision import PRECISIONS, round_weights
+from gptmini.extras.engine.native_engine import NativeEngine
+from gptmini.generate.engine import Engine, open_engine
+from gptmini.generate.precision import PRECISIONS, round_weights
 from gptmini.generate.run import load_run
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
 
 SIZES = {
@@ -144,7 +143,7 @@ def to_llama_weights(model: GPT) -> dict[str, Tensor]:
 def time_gptmini(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """Seconds in all and to the first token."""
     sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
-    texts = [Text(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
+    texts = [Sequence(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
     started = time.perf_counter()
     times = [time.perf_counter() for _ in sample_tokens(decoder, texts, sample, 1024)]
     return times[-1] - started, times[0] - started
@@ -184,7 +183,7 @@ def list_contestants(
         "HF bfloat16": lambda prompts, n: time_hf(narrow, prompts, n),
     }
     for weights in PRECISIONS:
-        engine = open_engine(model, weights, batch, DEFAULT_CACHE_DIR)
+        engine = open_engine(model, batch, weights)
         if isinstance(engine, NativeEngine):
             calls[weights] = lambda prompts, n, e=engine: time_gptmini(e, model, prompts, n)  # type: ignore[misc]
     return calls
@@ -272,7 +271,7 @@ def print_memory(size: str, who: str) -> None:
     else:
         model = create_model(size, "mha")
         round_weights(model, who)  # as a run stores them when it is loaded
-        time_gptmini(open_engine(model, who, 1, DEFAULT_CACHE_DIR), model, prompts, 32)
+        time_gptmini(open_engine(model, 1, who), model, prompts, 32)
     print(read_peak())
 
 

@@ -27,8 +27,7 @@ from bench.servers import build_llama_command, find_free_port, start_server
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.extras.interop import gguf
 from gptmini.extras.interop.folding import fold
-from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.native.engine import open_engine
+from gptmini.generate.engine import open_engine
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import CharTokenizer
@@ -91,7 +90,7 @@ def time_row(table: Table, model: GPT, place: tuple[int, int, int], rounds: int,
     calls["HF bfloat16"] = (lambda prompts, n: generate_hf(narrow, prompts, n), OWN_CLOCK)
     with ExitStack() as servers:
         for weights, kind in TYPES.items():
-            engine = open_engine(model, weights, batch, DEFAULT_CACHE_DIR)
+            engine = open_engine(model, batch, weights)
             url, process = servers.enter_context(start_llama_server(model, kind, batch))
             calls[weights] = (partial(time_gptmini, engine, model), OWN_CLOCK)
             other = ~process << 3 | 2  # how Linux numbers the clock of another process

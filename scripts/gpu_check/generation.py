@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gptmini
 from gptmini import machine
+from gptmini.generate.engine import TorchEngine
 from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
 from gpu_check.check import Check, Facts, Settings, free_memory, list_kernels
@@ -300,11 +301,12 @@ def commands(check: Check) -> Facts:
     assert not failed, f"failed: {', '.join(failed)}"
 
 
+GPU_ENGINE = "gptmini.extras.engine.gpu_engine"
 # What each change of decoding brings: the name that is patched, and its value without the change.
 CHANGES: dict[str, tuple[str, Any]] = {
-    "CUDA graphs": ("gptmini.generate.engine.StepGraphs", lambda: None),
-    "drawing on the GPU": ("gptmini.generate.sampler.DRAWING_DEVICES", ()),
-    "bfloat16": ("gptmini.generate.run.has_bfloat16", lambda _: False),
+    "CUDA graphs": (f"{GPU_ENGINE}.GpuEngine._compute_step", TorchEngine._compute_step),
+    "drawing on the GPU": (f"{GPU_ENGINE}.GpuEngine.draw", TorchEngine.draw),
+    "bfloat16": (f"{GPU_ENGINE}.multiplies_bfloat16", lambda _: False),
 }
 
 

@@ -1,6 +1,5 @@
 """Devices, memory and names of the machine, with accelerators that are not here."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -51,18 +50,18 @@ def test_without_an_accelerator_the_cpu_is_all_there_is(monkeypatch):
         machine.pick_device("hpu")
 
 
-def test_a_small_model_generates_on_the_cpu_where_it_can_be_compiled(monkeypatch, tmp_path):
+def test_a_small_model_generates_on_the_cpu_where_it_can_be_compiled(monkeypatch):
     model = GPT(tiny().with_tokenizer("byte", 257).model)
     have(monkeypatch, "cuda")
-    monkeypatch.setattr(run_module, "build_library", lambda cache: ctypes.CDLL(None))
-    assert run_module._pick_device("auto", model, tmp_path).type == "cpu"
-    assert run_module._pick_device("cuda", model, tmp_path).type == "cuda"
+    monkeypatch.setattr(run_module, "find_compiler", lambda *names: "/usr/bin/g++")
+    assert run_module._pick_device("auto", model).type == "cpu"
+    assert run_module._pick_device("cuda", model).type == "cuda"
     monkeypatch.setattr(run_module, "MIN_PARAMETERS_FOR_GPU", 1000)
-    assert run_module._pick_device("auto", model, tmp_path).type == "cuda"
+    assert run_module._pick_device("auto", model).type == "cuda"
     monkeypatch.undo()
     have(monkeypatch, "cuda")
-    monkeypatch.setattr(run_module, "build_library", lambda cache: None)
-    assert run_module._pick_device("auto", model, tmp_path).type == "cuda"
+    monkeypatch.setattr(run_module, "find_compiler", lambda *names: None)
+    assert run_module._pick_device("auto", model).type == "cuda"
 
 
 def test_a_small_model_is_evaluated_on_the_gpu(monkeypatch, tmp_path):

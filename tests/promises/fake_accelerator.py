@@ -25,11 +25,11 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.distributed.gradients import Gradients
 from gptmini.distributed.group import Group
+from gptmini.extras.engine.device_draw import draw_on_device
+from gptmini.extras.engine.packing import copy_as
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
-from gptmini.generate.gpu.device_draw import draw_on_device
-from gptmini.generate.native.precision import copy_as
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
@@ -169,7 +169,7 @@ def count_token(name: str, n_texts: int) -> dict[str, Any]:
     with torch.device("gpu"):
         model = copy_as(GPT(config).eval(), torch.bfloat16)
     engine = TorchEngine(model, n_texts)
-    texts = [Text(number, [1] * (5 + number), 1024) for number in range(n_texts)]
+    texts = [Sequence(number, [1] * (5 + number), 1024) for number in range(n_texts)]
     sample = SampleConfig(top_k=50, top_p=0.9)
     processor = LogitsProcessor(sample, None)
     engine(texts)

@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "gptmini"
 GROUND = {"errors", "files", "console", "machine", "hub"}  # the modules directly in gptmini/
-ROOMS = [  # generate/native and generate/gpu are wings of generate: they import each other
+ROOMS = [
     "",  # the ground
     "config",
     "tokenizer",
@@ -32,6 +32,7 @@ ROOMS = [  # generate/native and generate/gpu are wings of generate: they import
     "cli",
 ]
 GUESTS = [
+    "extras.engine",
     "extras.page",
     "extras.compare",
     "extras.interop",
@@ -40,8 +41,11 @@ GUESTS = [
     "extras.cluster",
 ]
 # The only functions outside of commands and guests that import a guest: the file of each, its name
-# and the guest. Each says in a line what is missing where the guest is deleted.
-GUEST_DOORS = {("generate.run", "find_copies", "extras.sources")}
+# and the guest. Where the guest is deleted, each says in a line what is missing, or does without.
+GUEST_DOORS = {
+    ("generate.engine", "open_engine", "extras.engine"),
+    ("generate.run", "find_copies", "extras.sources"),
+}
 DOORS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
     "pydantic_core": {"config.section"},
@@ -60,7 +64,7 @@ DOORS = {  # the only modules that import a library
     "wandb": {"runs.log"},
     "matplotlib": {"figures.plots"},
     "scipy": {"extras.compare.statistics"},
-    "subprocess": {"machine", "generate.native.build", "extras.compare.compare"},
+    "subprocess": {"machine", "extras.engine.build", "extras.compare.compare"},
     "jinja2": {"tokenizer.chat_template"},
     "starlette": {"extras.serve.server"},
     "uvicorn": {"extras.serve.connection", "extras.serve.server"},
@@ -69,7 +73,6 @@ DOORS = {  # the only modules that import a library
 }
 NEVER_LOADS = {  # importing the module on the left loads none of those on the right
     "gptmini.train.trainer": [
-        "gptmini.generate.native",
         "gptmini.generate.speculative",
         "gptmini.data.formats",
         "gptmini.figures",
@@ -94,7 +97,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(name: str) -> str:
-    """`generate` for generate.native.engine, `extras.serve` for extras.serve.server."""
+    """`generate` for generate.engine, `extras.serve` for extras.serve.server."""
     parts = name.split(".")[:-1]
     return ".".join(parts[:2]) if parts[:1] == ["extras"] else "".join(parts[:1])
 
@@ -200,7 +203,7 @@ def test_the_model_knows_only_its_settings_and_its_errors():
 
 def test_mechanisms_are_for_readers_tests_and_pictures():
     users = {name for name in FILES if "model.mechanisms" in imported_files(name)}
-    assert users == {"generate.attention_maps"}
+    assert users == {"cli.attention_maps"}
 
 
 @pytest.mark.parametrize("library", DOORS)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from gptmini.cli.prompts_file import _read_prompts
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
 from gptmini.errors import GptminiError
 from gptmini.extras.serve.chat import ChatCompletion
 from gptmini.extras.serve.limits import Limits
-from gptmini.generate.prompts_file import _read_prompts
 from gptmini.generate.run import Run
 from tests.samples import CHAT_TOKENIZER, run_of
 

@@ -27,14 +27,15 @@ from hypothesis.stateful import (
 )
 
 from gptmini import files
-from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, TorchEngine
-from gptmini.generate.gpu import graphs
-from gptmini.generate.native.build import build_library
-from gptmini.generate.native.engine import NativeEngine
-from gptmini.generate.native.precision import PRECISIONS, PackedMatrices
-from gptmini.generate.texts import Text
+from gptmini.extras.engine import graphs
+from gptmini.extras.engine.build import build_library
+from gptmini.extras.engine.gpu_engine import GpuEngine
+from gptmini.extras.engine.native_engine import NativeEngine
+from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS
+from gptmini.generate.precision import PRECISIONS
+from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
-from tests.core.generate.gpu.recorded_graphs import RecordedGraph
+from tests.extras.engine.recorded_graphs import RecordedGraph
 from tests.support import tiny
 
 EXAMPLES = int(os.environ.get("GPTMINI_EXAMPLES", "0"))
@@ -103,22 +104,22 @@ def model_of(variant: str, window: int | None, full_every: int | None) -> GPT:
 
 
 @cache
-def packed_of(model: GPT, weights: str) -> PackedMatrices:
-    """The weights in the layout of the compiled step, shared by the engines of a model."""
-    return {}
+def first_engine_of(model: GPT, weights: str) -> NativeEngine:
+    library = build_library(files.DEFAULT_CACHE_DIR)
+    assert library is not None
+    return NativeEngine(library, model, weights, 1)
 
 
 def engine_of(model: GPT, weights: str, n_slots: int) -> NativeEngine:
-    library = build_library(files.DEFAULT_CACHE_DIR)
-    assert library is not None
-    return NativeEngine(library, model, weights, n_slots, packed_of(model, weights))
+    """An engine that shares its weights with the others of a model."""
+    return first_engine_of(model, weights).open_another(n_slots)
 
 
 class Known:
     """A text in the shared engine."""
 
     def __init__(self, number: int, prompt: list[int]) -> None:
-        self.text = Text(number, prompt, LIMIT)
+        self.text = Sequence(number, prompt, LIMIT)
         self.written = 0  # positions of its slot that have held a key of it
 
     def __repr__(self) -> str:  # what a failing sequence shows
@@ -287,7 +288,7 @@ class Company(RuleBasedStateMachine):
         """The logits of the text alone, in one pass of the whole."""
         self.follow(known)
         text = known.text
-        fresh = Text(0, text.context, LIMIT)
+        fresh = Sequence(0, text.context, LIMIT)
         fresh.n_logits = text.n_logits
         (logits,) = engine_of(self.model, self.weights, 1)([fresh])
         if self.weights == "float32":
@@ -301,11 +302,11 @@ class TorchCompany(Company):
 
     max_pass_tokens = PREFILL_CHUNK
 
-    def open_engine(self, n_slots: int) -> TorchEngine:
-        engine = TorchEngine(self.model, n_slots)
+    def open_engine(self, n_slots: int) -> GpuEngine:
+        engine = GpuEngine(self.model, n_slots, "float32")
         engine._max_pass_tokens = self.max_pass_tokens
         engine._on_cpu = self.max_pass_tokens == PREFILL_CHUNK
-        engine._graphs = graphs.StepGraphs()
+        engine._on_device = True
         return engine
 
     def offered(self) -> list[list[int]]:

@@ -12,10 +12,9 @@ import torch
 from gptmini.console import say
 from gptmini.data.token_file import TokenFile
 from gptmini.extras.compare.variants import RunMeasurement, Variant
-from gptmini.generate.engine import Engine
-from gptmini.generate.native.engine import open_engine
+from gptmini.generate.engine import Engine, open_engine
 from gptmini.generate.run import Run, load_run
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.machine import pick_device
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
@@ -61,7 +60,7 @@ def measure_variants(
             runs.append(_measure_run(run, text, None if data else split, overlap, known))
         # The runs of a variant differ only by seed: the last one stands for all.
         model_config = run.config.model
-        engines.append(open_engine(run.model, "bfloat16", 1, cache))
+        engines.append(open_engine(run.model, 1, "bfloat16", cache))
         variants.append(
             Variant(
                 name=name,
@@ -161,7 +160,7 @@ def _measure_decode_speed(engine: Engine, context: int) -> float:
     n_texts = 0
     seconds = 0.0
     while n_texts == 0 or seconds < MIN_TIMING_SECONDS:
-        text = Text(n_texts, [0] * (context - steps), context)
+        text = Sequence(n_texts, [0] * (context - steps), context)
         engine([text])  # reads the prompt; not timed
         started = time.perf_counter()
         for _ in range(steps):

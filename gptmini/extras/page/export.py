@@ -22,7 +22,7 @@ from gptmini import files
 from gptmini.console import format_bytes
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.extras.page.simplify import simplify_tokenizer
-from gptmini.generate.native.precision import quantize
+from gptmini.generate.precision import quantize
 from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer

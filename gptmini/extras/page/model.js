@@ -1,7 +1,7 @@
 // The model once more, in plain JavaScript: text -> tokens -> logits -> the next token -> text.
 //
 // It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py,
-// attention.py and gpt.py, then generate/filters.py, sampler.py and texts.py. Names are the same,
+// attention.py and gpt.py, then generate/filters.py, sampler.py and sequence.py. Names are the same,
 // written as JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml.
 // There is no batch: a pass reads T tokens of one text.
 //
@@ -1199,10 +1199,13 @@ class Continuation {
     const spoken = hasEnded ? tokens.slice(0, -1) : tokens;
     let text = tokenizer.decode(spoken, this.finishReason === null);
     if (this.dropSpace) text = text.replace(/^ /, "");
-    const stops = sample.stop.map((stop) => text.indexOf(stop)).filter((place) => place >= 0);
-    if (stops.length) {
+    // The first stop text to be complete ends the text, the longest if there are several.
+    const found = sample.stop.filter((stop) => text.includes(stop));
+    const ends = found.map((stop) => [text.indexOf(stop) + stop.length, -stop.length]);
+    if (ends.length) {
       this.finishReason = "stop";
-      text = text.slice(0, Math.min(...stops));
+      const [[end, back]] = ends.sort(([a, m], [b, n]) => a - b || m - n);
+      text = text.slice(0, end + back);
     } else if (this.finishReason === null) {
       text = text.slice(0, text.length - this.countHeldBack(text));
     }

@@ -9,7 +9,7 @@ from gptmini.extras.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Comp
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import TokenEvents
 from gptmini.generate.run import Run
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 
 # Fields that mean the same in both formats.
 SHARED_FIELDS = {
@@ -70,7 +70,9 @@ class ChatCompletion(Completion):
         n_fitting = limits.max_values // (n_answers * (1 + self._n_top_logprobs))
         return max(1, min(limits.max_tokens, n_fitting))
 
-    def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
+    def _create_text(
+        self, run: Run, number: int, prompt: str | list[int], special: bool
+    ) -> Sequence:
         try:
             return super()._create_text(run, number, prompt, special)
         except TooLongError as error:  # the client sent messages, not a prompt

@@ -20,7 +20,7 @@ from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Callback, Request, TokenEvents
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 
 # Fields besides the settings of `sample`; null stands for the default.
 DEFAULT_FIELDS: dict[str, Any] = {
@@ -97,7 +97,7 @@ class Completion:
         _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
         bias = _build_bias(run, self.sample, fields["logit_bias"])
         self._score_prompt = echo and n_logprobs is not None
-        texts: list[Text] = []
+        texts: list[Sequence] = []
         for prompt in prompts:
             for number in range(n):
                 texts.append(self._create_text(run, number, prompt, fields["special"]))
@@ -156,7 +156,9 @@ class Completion:
                 settings[key] = None
         return run.build_sample_config(settings)
 
-    def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
+    def _create_text(
+        self, run: Run, number: int, prompt: str | list[int], special: bool
+    ) -> Sequence:
         text = run.create_text(number, prompt, self.sample, special, whole=self._score_prompt)
         if text.context_start:
             n_tokens = len(text.prompt_tokens)

@@ -12,19 +12,18 @@ Letters: T tokens of a prompt, V vocabulary.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import GptminiError
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
-from gptmini.generate.sampler import append_token, draw_tokens
-from gptmini.generate.texts import Text
+from gptmini.generate.sampler import append_token
+from gptmini.generate.sequence import Sequence
 
 # The cost of a forward pass is counted in tokens. Besides the arithmetic for each token, every pass
 # reads all weights from memory, which takes about as long as the arithmetic of this many tokens.
@@ -60,7 +59,7 @@ class Request:
     the `finish_reason` of its text.
     """
 
-    text: Text
+    text: Sequence
     sample: SampleConfig
     logits_processor: LogitsProcessor
     n_logprobs: int | None  # how many likely tokens each event lists; None: no log-probabilities
@@ -99,7 +98,7 @@ class Scheduler(threading.Thread):
         # Work on prompts, in tokens, since other texts last got a token.
         self._work_since_step = 0.0
 
-    def submit(self, requests: Sequence[Request]) -> bool:
+    def submit(self, requests: list[Request]) -> bool:
         """Queue the texts of a caller, all or none; return False if the queue is too full."""
         with self._changed:
             if len(self.waiting) + len(requests) > self.max_waiting:
@@ -180,23 +179,19 @@ class Scheduler(threading.Thread):
         for request in live:
             request.text.n_logits = len(request.text.context) if request.scores_prompt_next else 1
         all_logits = engine([request.text for request in live]) if live else []
-        deliveries: Deliveries = []
-        for request, events in zip(live, self._draw_tokens(live, all_logits), strict=True):
-            deliveries.append((request.callback, events))
-        self._deliver(deliveries)
+        self._deliver([*self._draw_tokens(engine, live, all_logits)])
 
     def _draw_tokens(
-        self, requests: list[Request], all_logits: Sequence[Tensor]
-    ) -> Iterator[TokenEvents | Exception]:
+        self, engine: Engine, requests: list[Request], all_logits: list[Tensor]
+    ) -> Iterator[tuple[Callback, TokenEvents | Exception]]:
         """Draw a token for each text from logits, (n_logits, V) each; yield events, or an error."""
         texts = [request.text for request in requests]
         processors = [request.logits_processor for request in requests]
-        tokens = draw_tokens([logits[-1] for logits in all_logits], texts, processors)
-        for request, logits, token in zip(requests, all_logits, tokens, strict=True):
-            if isinstance(token, GptminiError):
-                yield self._fail(request, token)
-            else:
-                yield self._add_token(request, logits, token)
+        tokens = engine.draw([logits[-1] for logits in all_logits], texts, processors)
+        for request, logits in zip(requests, all_logits, strict=True):
+            text = request.text
+            events = text.error or self._add_token(request, logits, tokens[text])
+            yield request.callback, events
 
     def _add_token(self, request: Request, logits: Tensor, token: int) -> TokenEvents:
         """Add a token, drawn from logits (n_logits, V), to its text; return its events."""

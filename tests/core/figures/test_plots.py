@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptmini.cli import attention_maps
 from gptmini.errors import ConfigError, MachineError
 from gptmini.figures import plots
-from gptmini.generate import attention_maps
 from tests.core.generate.samples import TOKENS, model_of
 
 MASK = attention_maps.build_mask("causal", 5).numpy()

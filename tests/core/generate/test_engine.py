@@ -1,21 +1,18 @@
-"""PyTorch's engine: rows, slots, graphs, and the memory that logits take."""
+"""PyTorch's engine: rows, slots, and the memory that logits take."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from gptmini.generate.engine import PREFILL_CHUNK, TorchEngine, round_up_rows
-from gptmini.generate.gpu import graphs
-from gptmini.generate.native.precision import copy_as, round_weights, widen_weights
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
-from tests.core.generate.gpu.recorded_graphs import RecordedGraph
 from tests.core.generate.test_sampler import model_of
 
 LONG = 512
 
 
-def check(engine: TorchEngine, model: GPT, texts: list[Text]) -> None:
+def check(engine: TorchEngine, model: GPT, texts: list[Sequence]) -> None:
     """Call the engine; compare its logits with a fresh pass of the model over each text."""
     for text, logits in zip(texts, engine(texts), strict=True):
         with torch.no_grad():
@@ -25,9 +22,9 @@ def check(engine: TorchEngine, model: GPT, texts: list[Text]) -> None:
         text.context.append(len(text.context) % 50)
 
 
-def make_texts(n: int, length: int = 5) -> list[Text]:
+def make_texts(n: int, length: int = 5) -> list[Sequence]:
     tokens = [position * position % 50 for position in range(length)]
-    return [Text(number, [number, *tokens], LONG) for number in range(n)]
+    return [Sequence(number, [number, *tokens], LONG) for number in range(n)]
 
 
 def test_texts_that_stay_read_nothing_again_when_others_come_end_and_slide(monkeypatch):
@@ -95,23 +92,6 @@ def test_scored_prompts_have_logits_for_every_token_and_others_for_one(attention
     assert sum(n_logits) == scored.n_logits + len(others) + n_fresh_passes
 
 
-def test_a_recorded_step_reads_new_tokens_and_a_grown_cache(monkeypatch):
-    monkeypatch.setattr(graphs, "_Graph", RecordedGraph)
-    model = model_of(extra={"window": 30, "full_every": 2}, length=LONG)
-    engine = TorchEngine(model, 8)
-    engine._graphs = graphs.StepGraphs()
-    engine._on_cpu = False
-    texts = make_texts(5)
-    for n_texts in (1, 1, 2, 1, 5, 5, 3, 5):
-        check(engine, model, texts[:n_texts])
-    for text in texts:
-        text.context += [number % 50 for number in range(250)]
-    for _ in range(3):  # more keys
-        check(engine, model, texts)
-    shapes = engine._graphs._graphs.keys()
-    assert shapes == {(2, 256), (4, 256), (8, 256), (8, 512)}  # (1, 256) went with its cache
-
-
 def test_cudnn_plans_for_steps_but_not_for_each_length_of_a_prompt(monkeypatch):
     model = model_of(length=LONG)
     engine = TorchEngine(model, 1)
@@ -133,43 +113,6 @@ def test_cudnn_plans_for_steps_but_not_for_each_length_of_a_prompt(monkeypatch):
     assert set(allowed) == {True}
 
 
-def test_where_no_graph_is_recorded_there_is_one_warning_and_the_same_logits(capsys):
-    model = model_of(length=LONG)
-    engine = TorchEngine(model, 2)
-    assert engine._graphs is None  # a CPU has no use for them
-    engine._graphs = graphs.StepGraphs()
-    texts = make_texts(2)
-    for n_texts in (1, 2, 2):
-        check(engine, model, texts[:n_texts])
-        check(engine, model, texts[:n_texts])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: CUDA graph: not recorded (")
-    assert line.endswith("); generating without, which is slower")
-
-
 def test_rows_come_in_few_numbers():
     found = [round_up_rows(n) for n in (1, 2, 3, 5, 9, 17, 32, 33, 48, 49)]
     assert found == [1, 2, 4, 8, 16, 32, 32, 48, 48, 64]
-
-
-@pytest.mark.parametrize("position", ["rope", "alibi"])
-def test_a_model_in_bfloat16_has_a_cache_in_bfloat16_and_logits_close_by(position):
-    model = model_of(position=position, extra={"qk_norm": True}, length=LONG)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.div_(4 if parameter.ndim == 2 else 1)
-    round_weights(model, "bfloat16")
-    narrow = copy_as(model, torch.bfloat16)
-    widen_weights(model)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
-    engines = [TorchEngine(model, 2), TorchEngine(narrow, 2)]
-    both = [make_texts(2, 30), make_texts(2, 30)]
-    for _ in range(4):
-        exact, found = (engine(texts) for engine, texts in zip(engines, both, strict=True))
-        for ours, theirs in zip(found, exact, strict=True):
-            assert ours.dtype == torch.float32
-            assert 0 < (ours - theirs).norm() < 0.03 * theirs.norm()
-        for text in both[0] + both[1]:
-            text.context.append(7)
-    assert {memory.dtype for memory in engines[1]._cache.memory} == {torch.bfloat16}

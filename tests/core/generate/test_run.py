@@ -12,12 +12,10 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DataError, MachineError
-from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import compute_logprob
-from gptmini.generate.native import engine as native
-from gptmini.generate.native import precision
+from gptmini.generate.precision import round_weights
 from gptmini.generate.run import Run, load_run
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
@@ -38,7 +36,7 @@ def run(trained: Path) -> Run:
     return load_run(trained)
 
 
-def facts(samples: list[Text]) -> list[dict]:
+def facts(samples: list[Sequence]) -> list[dict]:
     return [sample.to_dict() for sample in samples]
 
 
@@ -125,13 +123,8 @@ def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
 
 def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
     opened = []
-    for engine in (native.NativeEngine, TorchEngine):
-
-        def counted(self, *arguments, old=engine.__init__, **settings):
-            opened.append(self)
-            old(self, *arguments, **settings)
-
-        monkeypatch.setattr(engine, "__init__", counted)
+    open_engine = run._open_engine
+    monkeypatch.setattr(run, "_open_engine", lambda n: opened.append(n) or open_engine(n))
     for prompt in ("a", "the", ""):
         run.generate(prompt)
     assert len(opened) == 1
@@ -231,40 +224,6 @@ def test_a_run_generates_with_the_model_as_it_is_now(trained: Path, change, weig
         assert run.fingerprint != fingerprint
 
 
-def test_a_draft_and_a_borrowed_engine_follow_a_changed_model(trained: Path):
-    run, draft = load_run(trained), load_run(trained)
-    run.generate("the ", draft=draft)
-    old = draft._prepared
-    with draft.borrow_engine(1) as engine:
-        load_others(draft.model)
-    run.generate("the ", draft=draft)
-    assert draft._prepared is not old
-    assert engine not in draft._prepared.idle_engines
-
-
-def test_a_model_that_was_not_changed_is_prepared_once(run: Run, monkeypatch):
-    prepared = []
-    load_library = native.load_library
-    monkeypatch.setattr(
-        native, "load_library", lambda *inputs: prepared.append(1) or load_library(*inputs)
-    )
-    with torch.inference_mode():
-        run.generate("the ")
-    run.generate(["a", "b"])
-    run.start(["c"], draft="lookup").finish()
-    assert len(prepared) == 1
-
-
-def test_engines_of_one_run_share_its_weights(run: Run):
-    with run.borrow_engine(1) as first, run.borrow_engine(1) as second:
-        if not isinstance(first, native.NativeEngine):
-            pytest.skip("needs g++")
-        steps = [first._step._model, second._step._model]
-        assert len({step.layers[0].qkv.data for step in steps}) == 1
-        assert len({step.head.data for step in steps}) == 1
-        assert len({step.layers[0].keys for step in steps}) == 2
-
-
 def test_a_run_that_has_generated_can_be_copied(run: Run):
     text = run.generate("the ")
     assert copy.deepcopy(run).generate("the ") == text
@@ -275,21 +234,6 @@ def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
     assert run.encode("The") == [84, 104, 101]
     with torch.no_grad():
         assert run.model(torch.tensor([run.encode("The")])).shape == (1, 3, 257)
-
-
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_a_run_that_only_generates_never_has_its_matrices_in_float32(trained: Path, weights: str):
-    run = load_run(trained, weights=weights)
-    run.generate("the ")
-    if run.start(["the "]).engine != native.NativeEngine.name:
-        pytest.skip("needs g++")
-    run.fingerprint  # noqa: B018
-    stored = run._model
-    matrices = [weight for weight in stored.blocks.parameters() if weight.ndim == 2]
-    assert {weight.dtype for weight in matrices} == {getattr(torch, weights)}
-    assert {weight.dtype for weight in stored.parameters() if weight.ndim == 1} == {torch.float32}
-    assert run.model is stored
-    assert {weight.dtype for weight in stored.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("precision_name", ["bfloat16", "int8"])
@@ -463,7 +407,7 @@ def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
     model = GPT(config.model).eval()
     with torch.no_grad():
         model.embed.weight[tokenizer.eos_token_id] *= 500
-    precision.round_weights(model, weights)
+    round_weights(model, weights)
     run = Run(tmp_path, config, tokenizer, model, weights=weights)
     for seed in range(40):
         text = run.start([""], seed=seed, max_new_tokens=3).finish()[0]

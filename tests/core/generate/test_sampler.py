@@ -1,7 +1,6 @@
 """Every engine, batch and drafter draws the same tokens."""
 
 import functools
-import shutil
 import subprocess
 import sys
 
@@ -10,22 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptmini import files
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
 from gptmini.generate import engine as torch_engine
-from gptmini.generate.engine import Engine, TorchEngine
-from gptmini.generate.native import engine as native
-from gptmini.generate.native.engine import NativeEngine, open_engine
-from gptmini.generate.native.precision import PRECISIONS
+from gptmini.generate.engine import Engine, TorchEngine, open_engine
+from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.sampler import check_overflow, sample_tokens
+from gptmini.generate.sequence import Sequence
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
-from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.support import tiny
 
 LIMIT = 16
-ENGINES = ["torch", "no cache"] + ["compiled"] * (shutil.which("g++") is not None)
+ENGINES = ["torch", "no cache", "fastest"]
 
 
 def model_of(
@@ -48,10 +44,8 @@ def model_of(
 
 
 def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
-    if engine == "compiled":
-        compiled = open_engine(model, "float32", n_texts, files.DEFAULT_CACHE_DIR)
-        assert isinstance(compiled, NativeEngine)
-        return compiled
+    if engine == "fastest":
+        return open_engine(model, n_texts)
     return TorchEngine(model, n_texts, use_cache=engine == "torch")
 
 
@@ -61,7 +55,7 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
     numbers = given.pop("numbers", range(len(prompts)))
     sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
     limit = model.config.context_length
-    texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
+    texts = [Sequence(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
     tokens = sample_tokens(together, texts, sample, limit)
     if drafter is not None:
@@ -110,7 +104,7 @@ def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
 def test_a_text_that_ends_does_not_change_the_others(engine):
     model = model_of()
     sample = SampleConfig(max_new_tokens=30, temperature=1.0)
-    texts = [Text(n, [n], LIMIT) for n in range(3)]
+    texts = [Sequence(n, [n], LIMIT) for n in range(3)]
     expected = drawn(model, [[0], [1], [2]], engine, max_new_tokens=30, top_k=50)
     for text, _, _ in sample_tokens(engine_of(model, engine, 3), texts, sample, LIMIT):
         if text is texts[1] and len(text.tokens) == 7:
@@ -119,129 +113,38 @@ def test_a_text_that_ends_does_not_change_the_others(engine):
     assert [text.finish_reason for text in texts] == ["length", "mine", "length"]
 
 
-@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-def test_the_compiled_engine_gives_a_text_the_same_bits_in_every_batch():
-    model = model_of()
-    texts = [Text(n, list(range(n + 1, n + 1 + n % 7 + 1)), LIMIT) for n in range(40)]
-    together = engine_of(model, "compiled", 40)(texts)  # in several calls
-    for text, logits in zip(texts, together, strict=True):
-        text.n_cached = 0
-        assert torch.equal(engine_of(model, "compiled")([text])[0], logits)
-
-
 def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     model, prompt = model_of(extra={"window": 5, "full_every": 2}), list(range(15))
     whole = drawn(model, [prompt], "torch", temperature=0, max_new_tokens=20)
     monkeypatch.setattr(torch_engine, "PREFILL_CHUNK", 4)
     monkeypatch.setattr(torch_engine, "SPARE_POSITIONS", 2)
-    monkeypatch.setattr(native, "SPARE_POSITIONS", 2)
     for engine in ENGINES:
         assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
 
 
-@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-@pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
-@pytest.mark.parametrize("weights", PRECISIONS)
-def test_prompts_and_steps_have_one_arithmetic(weights, attention, monkeypatch):
-    """The bits are the same token by token, in chunks, in calls that cut a prompt, in company."""
-    for module in (native, torch_engine):
-        monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
-    monkeypatch.setattr(native, "MAX_CALL_TOKENS", 32)
-    model = model_of(extra=attention, length=128)
-    open_one = lambda n=1: open_engine(model, weights, n, files.DEFAULT_CACHE_DIR)
-    prompt = [n * n % 50 for n in range(100)]
-    slowly, engine = Text(0, prompt[:1], 128), open_one()
-    (expected,) = engine([slowly])
-    for token in prompt[1:]:
-        slowly.context.append(token)
-        (expected,) = engine([slowly])
-    expected = expected.clone()
-
-    together = open_one(3)
-    texts = [Text(1, prompt, 128), Text(2, prompt[:70], 128), Text(3, prompt, 128)]
-    while together.prefill_chunk(texts[0]):
-        pass
-    found = together(texts)  # the first ends, the second is cut, the third begins as the first
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[2], expected)
-    assert texts[2].n_reused == (64 if attention else 96)
-    texts[1].context, texts[1].n_logits = list(prompt), 30
-    (rest,) = together(texts[1:2])
-    assert torch.equal(rest[-1:], expected)
-
-
-@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
-    model, prompt = model_of(length=256), [n * n % 50 for n in range(200)]
-    engine = engine_of(model, "compiled", 2)
-    engine([Text(0, prompt, 256)])
-    text = Text(1, prompt, 256)
-    for _ in sample_tokens(engine, [text], SampleConfig(max_new_tokens=60), 256):
-        pass
-    assert text.context_start > 0
-    assert text.n_reused == 128
-
-
-@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-@pytest.mark.parametrize("weights", PRECISIONS)
-def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
-    """A text that needs logits of its whole prompt overwrites the keys that others could share."""
-    model = model_of(length=256)
-    prompt = [n * n % 50 for n in range(200)]
-    (expected,) = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)([Text(0, prompt, 256)])
-    engine = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
-    before, scored, again = Text(0, prompt, 256), Text(1, [7] * 100, 256), Text(2, prompt, 256)
-    engine([before])
-    before.finish_reason = "length"
-    scored.n_logits = len(scored.context)
-    engine([scored])
-    scored.finish_reason = "length"
-    assert torch.equal(engine([again])[0], expected)
-    assert again.n_reused == 0
-
-
-@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-@pytest.mark.parametrize("weights", PRECISIONS)
-def test_tokens_taken_back_are_no_longer_shared(weights):
-    """Not even if they were part of a prompt, once others have taken their place."""
-    model = model_of(length=256)
-    prompt = [n * n % 50 for n in range(200)]
-    (expected,) = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)([Text(0, prompt, 256)])
-    engine = open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
-    before, again = Text(0, prompt, 256), Text(1, prompt, 256)
-    engine([before])
-    before.context[100:] = [7]
-    before.n_cached = 100
-    engine([before])
-    assert torch.equal(engine([again])[0], expected)
-    assert again.n_reused == 0
-
-
-@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-@pytest.mark.parametrize("weights", PRECISIONS)
-def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
-    model = model_of(extra={"window": 120}, length=1024)
-    tokens = [n * n % 50 for n in range(1000)]
-    prompt = tokens[:200]
-    (expected,) = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)([Text(0, prompt, 1024)])
-    engine = open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
-    before, again = Text(0, tokens[:128], 1024), Text(1, prompt, 1024)
-    for end in (129, 1000):  # a step, then chunks behind it
-        engine([before])
-        before.context = tokens[:end]
-    while engine.prefill_chunk(before):
-        pass
-    assert torch.equal(engine([again])[0], expected)
-    assert again.n_reused == 0
-
-
-def test_sampling_loads_neither_the_compiled_engine_nor_drafters():
+def test_sampling_loads_no_model_no_run_and_no_wing():
     check = (
         "import sys, gptmini.generate.sampler as _; "
-        "others = ('gptmini.generate.native', 'gptmini.generate.speculative'); "
-        "sys.exit(any(name in sys.modules for name in others))"
+        "others = ('model', 'extras', 'runs', 'data', 'generate.engine', 'generate.speculative'); "
+        "sys.exit(any(f'gptmini.{name}' in sys.modules for name in others))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_a_text_that_can_have_no_token_ends_with_its_error_and_no_other_does():
+    texts = [Sequence(n, [n], LIMIT) for n in range(3)]
+    engine = TorchEngine(model_of(), 3)
+    logits = [rows[-1] for rows in engine(texts)]
+    processors = [LogitsProcessor(SampleConfig(), None) for _ in texts]
+    processors[1] = LogitsProcessor(SampleConfig(), torch.full((50,), -torch.inf))
+    tokens = engine.draw(logits, texts, processors)
+    assert list(tokens) == [texts[0], texts[2]]
+    assert [text.finish_reason for text in texts] == [None, "error", None]
+    with pytest.raises(ConfigError, match="no token is left"):
+        raise texts[1].error
+    sample = SampleConfig(max_new_tokens=3)
+    with pytest.raises(ConfigError, match="no token is left"):
+        list(sample_tokens(engine, [Sequence(0, [1], LIMIT)], sample, LIMIT, processors[1]._bias))
 
 
 def test_stop_and_error_past_the_context():
@@ -262,7 +165,7 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
     given = {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "presence_penalty": 0.9}
     sample = SampleConfig.model_validate({"max_new_tokens": 30, "temperature": 0, **given})
     bias = torch.randn(50)
-    text = Text(0, prompt, LIMIT)
+    text = Sequence(0, prompt, LIMIT)
     drawn: list[int] = []
     for _, token, logits in sample_tokens(TorchEngine(model), [text], sample, LIMIT, bias):
         context = prompt + drawn
@@ -285,7 +188,7 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
 def test_the_first_token_may_be_limited_and_no_other():
     model, allowed = model_of(), torch.zeros(50, dtype=torch.bool)
     allowed[7] = True
-    text = Text(0, [3, 1, 4], LIMIT, allowed_first=allowed)
+    text = Sequence(0, [3, 1, 4], LIMIT, allowed_first=allowed)
     sample = SampleConfig(max_new_tokens=20, temperature=1.0)
     for _ in sample_tokens(TorchEngine(model), [text], sample, LIMIT):
         pass
@@ -321,7 +224,7 @@ class Oracle:
     def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
         self._texts, self._wrong = texts, wrong
 
-    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+    def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
         drafts = []
         for text, limit in zip(texts, limits, strict=True):
             start = len(text.tokens)
@@ -365,7 +268,7 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine):
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, **given})
     for drafting, right in ((model, True), (other, False)):
-        text = Text(0, [3, 1, 4], LIMIT)
+        text = Sequence(0, [3, 1, 4], LIMIT)
         draft = DraftModel(LIMIT, engine_of(drafting, "torch"), sample)
         for _ in sample_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
@@ -376,7 +279,7 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine):
 
 def test_a_prefill_carries_no_drafts():
     class Everywhere:
-        def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+        def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
             limits_seen.append(limits[0])
             return [[1] * limit for limit in limits]
 
@@ -388,11 +291,11 @@ def test_a_prefill_carries_no_drafts():
 
 
 def test_lookup_drafts_what_followed_last_time():
-    text = Text(0, [1, 2, 3, 4, 1, 2], LIMIT)
+    text = Sequence(0, [1, 2, 3, 4, 1, 2], LIMIT)
     lookup = PromptLookup()
     assert lookup([text], [2]) == [[3, 4]]
     text.tokens += [9]
     assert lookup([text], [4]) == [[]]
     text.tokens += [1, 2]
     assert lookup([text], [4]) == [[9, 1, 2]]  # the latest place
-    assert lookup([Text(1, [5], LIMIT)], [4]) == [[]]
+    assert lookup([Sequence(1, [5], LIMIT)], [4]) == [[]]

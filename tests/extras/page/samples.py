@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gptmini.generate.native.precision import round_weights, widen_weights
+from gptmini.generate.precision import round_weights, widen_weights
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer, Tokenizer

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from gptmini.cli.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.extras.page.export import build_page
-from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.filters import filter_probabilities
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT

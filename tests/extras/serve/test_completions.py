@@ -34,7 +34,7 @@ def generate(run: Run, completion: Completion) -> list[TokenEvents]:
         while request.text.finish_reason is None:
             request.text.n_logits = 1
             (logits,) = engine([request.text])
-            (found,) = scheduler._draw_tokens([request], [logits])
+            ((_, found),) = scheduler._draw_tokens(engine, [request], [logits])
             assert isinstance(found, list)
             events += found
         generated.append(events)
@@ -43,8 +43,7 @@ def generate(run: Run, completion: Completion) -> list[TokenEvents]:
 
 def test_bias_and_logit_bias_of_a_token_add_up():
     completion = complete(run_of(), bias={"a": -2, "b": 1}, logit_bias={"97": 5, "99": 0.5})
-    logits = torch.zeros(257)
-    biased = completion.requests[0].logits_processor(logits, [], [])
+    biased = completion.requests[0].logits_processor.get_bias(torch.device("cpu"))
     expected = torch.zeros(257)
     expected[torch.tensor([97, 98, 99])] = torch.tensor([3.0, 1.0, 0.5])
     assert torch.equal(biased, expected)

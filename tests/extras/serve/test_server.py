@@ -24,6 +24,8 @@ import pytest
 import torch
 
 from gptmini.errors import MachineError
+from gptmini.extras.engine import door
+from gptmini.extras.engine.native_engine import NativeEngine
 from gptmini.extras.serve import connection as connections
 from gptmini.extras.serve import server
 from gptmini.extras.serve.connection import Flow
@@ -35,8 +37,6 @@ from gptmini.extras.sources.find import Copies
 from gptmini.extras.sources.index import build_index
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
-from gptmini.generate.native import engine as native
-from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.chunks import Place
@@ -276,7 +276,7 @@ def test_lm_eval_finds_the_log_likelihoods_of_the_model(run: Run, url: str):
 
 
 def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
-    monkeypatch.setattr(native, "load_library", lambda *_: None)  # rows of torch share a length
+    monkeypatch.setattr(door, "load_library", lambda *_: None)  # rows of torch share a length
     body = {"logprobs": 0, "echo": True, "max_tokens": 3}
     post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
     with serving(copy.copy(run), max_rows=5) as url, ThreadPoolExecutor(5) as pool:
@@ -888,7 +888,7 @@ def test_texts_under_load_are_those_alone(run: Run):
 
 
 def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
-    monkeypatch.setattr(native, "load_library", lambda *_: None)
+    monkeypatch.setattr(door, "load_library", lambda *_: None)
     slow = load_run(trained)
     ask = lambda seed: HTTP.post(
         f"{url}/v1/completions", json={"prompt": "the dog" * seed, "max_tokens": 9, "seed": seed}

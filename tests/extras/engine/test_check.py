@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gptmini import files
+from gptmini.cli import attention_maps
 from gptmini.config.settings import ModelConfig
-from gptmini.generate import attention_maps
-from gptmini.generate.engine import TorchEngine
-from gptmini.generate.native import build, check, precision
-from gptmini.generate.native import engine as native
-from gptmini.generate.native.step import ACTIVATION_CODES, NativeStep, UnexpectedModelError
+from gptmini.extras.engine import build, check, door
+from gptmini.extras.engine.step import ACTIVATION_CODES, NativeStep, UnexpectedModelError
+from gptmini.generate import precision
+from gptmini.generate.engine import TorchEngine, open_engine
 from gptmini.generate.run import Run, load_run
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.model.attention import Attention, make_mask
 from gptmini.model.cache import KVCache, Masks
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
 from gptmini.plan.memory import StorageCounter
 from gptmini.train.evaluate_run import evaluate_run, load_text
-from tests.core.generate.native.samples import models, step_of
+from tests.extras.engine.samples import models, step_of
 from tests.support import new_cache, tiny, train
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -75,7 +75,7 @@ def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
         assert check.measure_difference(library, model) < check.TOLERANCE / 5
     for weights in precision.PRECISIONS:
         model = noisy(**settings)
-        assert native.load_library(model, weights, files.DEFAULT_CACHE_DIR) is not None
+        assert door.load_library(model, weights, files.DEFAULT_CACHE_DIR) is not None
     assert capsys.readouterr().err == ""
 
 
@@ -107,9 +107,7 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
     library = build.build_library(files.DEFAULT_CACHE_DIR)
     assert check.measure_difference(library, model) > 2 * check.TOLERANCE
     for _ in range(2):
-        assert isinstance(
-            native.open_engine(model, "bfloat16", 1, files.DEFAULT_CACHE_DIR), TorchEngine
-        )
+        assert isinstance(open_engine(model, 1, "bfloat16"), TorchEngine)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
     assert line.endswith("generating with PyTorch, which is slower")
@@ -178,7 +176,7 @@ def test_an_engine_that_lacks_something_of_the_model_is_not_used(
     """As when a mechanism was added to the model alone, or wrongly to the engine."""
     monkeypatch.setattr(NativeStep, method, wrong)
     model = noisy(position="alibi", attention={"window": 7})
-    engine = native.open_engine(model, "int8", 1, files.DEFAULT_CACHE_DIR)
+    engine = open_engine(model, 1, "int8")
     assert isinstance(engine, TorchEngine)
     assert "compiled engine: does not compute this model (logits differ" in capsys.readouterr().err
 
@@ -200,7 +198,7 @@ def test_a_model_of_other_shapes_is_left_to_torch(change, weights, monkeypatch, 
     monkeypatch.setattr(change[0], "__init__", change[1])
     model = noisy()
     for _ in range(2):
-        engine = native.open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
+        engine = open_engine(model, 1, weights)
         assert isinstance(engine, TorchEngine)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled engine: does not compute this model (a tensor is ")
@@ -224,7 +222,7 @@ def test_the_comparison_draws_no_random_numbers_and_leaves_the_model_in_training
     model = noisy(dropout=0.5).train()
     model.blocks[0].eval()
     state = torch.get_rng_state()
-    assert native.load_library(model, "int8", files.DEFAULT_CACHE_DIR) is not None
+    assert door.load_library(model, "int8", files.DEFAULT_CACHE_DIR) is not None
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert [block.mlp.training for block in model.blocks] == [False, True]
@@ -235,7 +233,7 @@ def test_a_model_that_overflows_is_left_to_those_who_report_it(capsys):
     model = noisy()
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
-    assert native.load_library(model, "bfloat16", files.DEFAULT_CACHE_DIR) is not None
+    assert door.load_library(model, "bfloat16", files.DEFAULT_CACHE_DIR) is not None
     assert capsys.readouterr().err == ""
 
 
@@ -370,7 +368,7 @@ def test_a_module_of_ones_own_is_left_to_torch_with_one_warning(change, weights,
     model = noisy()
     change(model)
     for _ in range(2):
-        engine = native.open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
+        engine = open_engine(model, 1, weights)
     warnings = capsys.readouterr().err.splitlines()
     if isinstance(engine, TorchEngine):
         assert len(warnings) == 1
@@ -426,7 +424,7 @@ def test_alibi_added_to_attention_reaches_every_command(
         assert warnings.count("warning: compiled engine") == 1
         assert run.start(prompts).engine == "torch"
     with run.borrow_engine(1) as engine, torch.no_grad():
-        text = Text(0, tokens, 16)
+        text = Sequence(0, tokens, 16)
         text.n_logits = len(tokens)
         torch.testing.assert_close(engine([text])[0], run.model(torch.tensor([tokens]))[0])
 

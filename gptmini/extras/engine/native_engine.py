@@ -19,18 +19,16 @@ Two ideas make it faster still:
 """
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gptmini.console import show_elapsed
-from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine, TorchEngine
-from gptmini.generate.native.build import build_library
-from gptmini.generate.native.check import matches_torch
-from gptmini.generate.native.precision import CACHE_ALIGNMENT, PackedMatrices, create_cache
-from gptmini.generate.native.step import MAX_CALL_TOKENS, NativeStep
-from gptmini.generate.texts import Text
+from gptmini.extras.engine.fingerprint import Fingerprint
+from gptmini.extras.engine.packing import CACHE_ALIGNMENT, PackedMatrices, create_cache
+from gptmini.extras.engine.step import MAX_CALL_TOKENS, NativeStep
+from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS
+from gptmini.generate.filters import LogitsProcessor, draw_tokens
+from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
 
 # One token of a call: its number, slot and position, and whether it needs logits.
@@ -48,24 +46,30 @@ class NativeEngine:
         model: GPT,
         weights: str,
         n_slots: int,
-        packed: PackedMatrices | None = None,
+        shares: "NativeEngine | None" = None,
     ) -> None:
+        """`shares` is another engine of the same model, whose weights this one reads, too."""
         self.n_slots = n_slots
+        self._library = library
+        self._model = model
+        self._weights = weights
+        self._fingerprint: Fingerprint = shares._fingerprint if shares else Fingerprint(model)
+        self._packed: PackedMatrices = shares._packed if shares else {}
         # A call caches all its keys before its queries look at them. The first queries must still
         # find the keys of their window, so the rings of windowed layers have room for a whole call,
         # and for the block of positions that its last token begins.
         spare_positions = MAX_CALL_TOKENS + CACHE_ALIGNMENT
         self._cache = create_cache(model.config, weights, n_slots, spare_positions)
-        self._step = NativeStep(library, model, weights, self._cache, packed)
+        self._step = NativeStep(library, model, weights, self._cache, self._packed)
         # For each slot: the text that has it, and when it was assigned.
-        self._slots: list[Text | None] = [None] * n_slots
+        self._slots: list[Sequence | None] = [None] * n_slots
         self._assigned_at = [0] * n_slots
         # For each slot: the tokens at its beginning that were prefilled in whole chunks and whose
         # keys are still there, whichever text has the slot now. This is the prefix cache.
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
         self._ring_size = min(layer.size for layer in self._cache)
 
-    def __call__(self, texts: list[Text]) -> list[Tensor]:
+    def __call__(self, texts: list[Sequence]) -> list[Tensor]:
         slots = [self._assign_slot(text, texts) for text in texts]
         logits: dict[int, Tensor] = {}
         # Texts with few unseen tokens share a batch, which reads the weights once for all of them.
@@ -92,7 +96,7 @@ class NativeEngine:
             logits |= dict(zip(batch_slots, batch_logits, strict=True))
         return [logits[slot] for slot in slots]
 
-    def _build_entries(self, slot: int, text: Text, end: int) -> list[BatchEntry]:
+    def _build_entries(self, slot: int, text: Sequence, end: int) -> list[BatchEntry]:
         """List the tokens of a text up to `end` that its slot does not hold yet."""
         first_with_logits = len(text.context) - text.n_logits
         return [
@@ -112,7 +116,7 @@ class NativeEngine:
             outputs.append(output.clone() if len(entries) > 1 else output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def prefill_chunk(self, text: Text, max_tokens: int = PREFILL_CHUNK) -> bool:
+    def prefill_chunk(self, text: Sequence, max_tokens: int = PREFILL_CHUNK) -> bool:
         slot = self._assign_slot(text, [])
         if text.n_cached == 0:
             self._reuse_prefix(slot, text)
@@ -125,7 +129,18 @@ class NativeEngine:
         text.n_cached = end
         return True
 
-    def _assign_slot(self, text: Text, texts: list[Text]) -> int:
+    def draw(
+        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
+    ) -> dict[Sequence, int]:
+        return draw_tokens(logits, texts, processors)
+
+    def is_current(self, model: GPT) -> bool:
+        return self._fingerprint.matches(model)
+
+    def open_another(self, n_slots: int) -> "NativeEngine":
+        return NativeEngine(self._library, self._model, self._weights, n_slots, shares=self)
+
+    def _assign_slot(self, text: Sequence, texts: list[Sequence]) -> int:
         """Return the slot of a text; a new text takes one that no text of this call has.
 
         Empty slots go first, then those of ended texts, then the one assigned longest ago.
@@ -147,7 +162,7 @@ class NativeEngine:
         text.n_cached = 0
         return slot
 
-    def _reuse_prefix(self, slot: int, text: Text) -> None:
+    def _reuse_prefix(self, slot: int, text: Sequence) -> None:
         """Start a text from the longest prefix that any slot holds of it.
 
         The keys have the bits that this text would compute. At least one token is left to compute.
@@ -163,7 +178,7 @@ class NativeEngine:
         if not text.tokens:  # do not count what a text reuses when it slides later
             text.n_reused = length
 
-    def _count_common_prefix(self, slot: int, text: Text) -> int:
+    def _count_common_prefix(self, slot: int, text: Sequence) -> int:
         """Count the tokens, in whole chunks, that a slot holds of a text's beginning."""
         prefilled = self._prefilled[slot]
         longest = min(len(prefilled), len(text.context) - 1)
@@ -174,33 +189,14 @@ class NativeEngine:
             length = end
         return length
 
-    def _forget(self, slot: int, text: Text, end: int) -> None:
+    def _forget(self, slot: int, text: Sequence, end: int) -> None:
         """Stop sharing the keys that the next tokens of a text, up to `end`, overwrite."""
         whole_chunks = text.n_cached // PREFILL_CHUNK * PREFILL_CHUNK
         # Beyond its size, the smallest ring wraps around and overwrites the first keys.
         kept = whole_chunks if end <= self._ring_size else 0
         del self._prefilled[slot][kept:]
 
-    def _record_prefilled(self, slot: int, text: Text, end: int) -> None:
+    def _record_prefilled(self, slot: int, text: Sequence, end: int) -> None:
         """Record the whole chunks of a text that is now prefilled up to `end`."""
         if end <= self._ring_size:
             self._prefilled[slot] = text.context[: end // PREFILL_CHUNK * PREFILL_CHUNK]
-
-
-def load_library(model: GPT, weights: str, cache: Path) -> ctypes.CDLL | None:
-    """Return the compiled step if this machine can build one and it computes this model."""
-    if model.device.type != "cpu":
-        return None
-    with show_elapsed("compiling the engine, once for this machine"):
-        library = build_library(cache)
-    if library is None or not matches_torch(library, model, weights):
-        return None
-    return library
-
-
-def open_engine(model: GPT, weights: str, n_texts: int, cache: Path) -> Engine:
-    """Open the fastest engine on this machine for up to `n_texts` texts at a time."""
-    library = load_library(model, weights, cache)
-    if library is None:
-        return TorchEngine(model, n_texts, use_graphs=True)
-    return NativeEngine(library, model, weights, n_texts)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from gptmini.cli.generate import drop_oldest_turns
 from gptmini.errors import ConfigError
-from gptmini.generate.chat import drop_oldest_turns
 from gptmini.generate.run import Run
 from tests.samples import CHAT_TOKENIZER, run_of
 

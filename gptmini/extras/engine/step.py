@@ -15,18 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
-from gptmini.generate.native.precision import (
-    CACHE_ALIGNMENT,
-    PRECISIONS,
-    PackedMatrices,
-    pack,
-    round_up,
-)
+from gptmini.extras.engine.packing import CACHE_ALIGNMENT, PackedMatrices, pack, round_up
 from gptmini.model.cache import LayerCache
 from gptmini.model.gpt import GPT, Block
 
 MAX_CALL_TOKENS = 256  # sizes the buffers
 MAX_QUERIES = 16  # as in attention.h
+PRECISION_CODES = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATION_CODES = {"gelu": 0, "relu2": 1, "swiglu": 2}
 
 
@@ -189,8 +184,8 @@ class NativeStep:
             context_length=config.context_length,
             rms=config.norm == "rmsnorm",
             activation=ACTIVATION_CODES[config.activation],
-            precision=PRECISIONS[self._precision],
-            embed_precision=PRECISIONS[str(embed.dtype).removeprefix("torch.")],
+            precision=PRECISION_CODES[self._precision],
+            embed_precision=PRECISION_CODES[str(embed.dtype).removeprefix("torch.")],
             n_threads=n_threads,
             norm_eps=config.norm_eps,
             embed=self._pointer(embed),

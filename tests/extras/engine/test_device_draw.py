@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import GptminiError
-from gptmini.generate.filters import LogitsProcessor
-from gptmini.generate.gpu.device_draw import draw_on_device
-from gptmini.generate.sampler import draw_tokens
-from gptmini.generate.texts import Text
+from gptmini.extras.engine.device_draw import draw_on_device
+from gptmini.generate.filters import LogitsProcessor, draw_tokens
+from gptmini.generate.sequence import Sequence
 
 VOCABULARY = 300
 FILTERS: dict[str, dict[str, Any]] = {
@@ -36,7 +34,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 def make_row(
     number: int, settings: dict[str, Any], random: torch.Generator
-) -> tuple[Text, LogitsProcessor]:
+) -> tuple[Sequence, LogitsProcessor]:
     sample = SampleConfig.model_validate(
         {"top_k": None, "temperature": 1.0, "seed": number % 7} | settings
     )
@@ -47,7 +45,7 @@ def make_row(
     allowed = None
     if number % 5 == 0:
         allowed = torch.rand(VOCABULARY, generator=random) < 0.3
-    text = Text(number, pick(6), 100, allowed_first=allowed)
+    text = Sequence(number, pick(6), 100, allowed_first=allowed)
     text.tokens = pick(9) * 2 if number % 3 else []
     bias = None
     if number % 4 == 0:
@@ -69,14 +67,14 @@ def test_the_same_tokens_as_row_by_row(name, rounded):
     n_rows = 150
     kinds = list(FILTERS.values()) if name == "mixed" else [FILTERS[name]]
     rows = [make_row(n, kinds[n % len(kinds)], random) for n in range(n_rows)]
-    texts, processors = zip(*rows, strict=True)
+    texts, processors = map(list, zip(*rows, strict=True))
     logits = make_logits(n_rows, random, rounded)
-    expected = list(draw_tokens(list(logits), texts, processors))
+    expected = draw_tokens(list(logits), texts, processors)
     before = logits.clone()
     assert draw_on_device(logits, texts, processors) == expected
     assert torch.equal(logits, before)  # they are still needed for log-probabilities
     if name in ("plain", "hot", "mixed"):
-        assert len(set(expected)) > 50
+        assert len(set(expected.values())) > 50
 
 
 def test_a_row_without_tokens_or_with_damaged_logits_has_an_error_of_its_own():
@@ -88,29 +86,27 @@ def test_a_row_without_tokens_or_with_damaged_logits_has_an_error_of_its_own():
         processors[1] = LogitsProcessor(processors[1].sample, nothing)
         logits = make_logits(4, random, False)
         logits[2, 5] = math.nan
-        expected = list(draw_tokens(list(logits), texts, processors))
         found = draw_on_device(logits, texts, processors)
-        for ours, theirs in zip(found, expected, strict=True):
-            if isinstance(theirs, GptminiError):
-                assert (type(ours), str(ours)) == (type(theirs), str(theirs))
-            else:
-                assert ours == theirs
-        assert isinstance(found[1], GptminiError)
-        assert isinstance(found[2], GptminiError)
+        errors = [repr(text.error) for text in texts]
+        assert list(found) == [texts[0], texts[3]]
+        assert [text.finish_reason for text in texts] == [None, "error", "error", None]
+        assert found == draw_tokens(list(logits), texts, processors)
+        assert [repr(text.error) for text in texts] == errors
 
 
 def test_the_largest_random_number_draws_no_token_that_is_filtered_out(monkeypatch):
-    from gptmini.generate.gpu import device_draw
+    from gptmini.extras.engine import device_draw
 
     monkeypatch.setattr(device_draw, "make_random_number", lambda *_: 1 - 2**-53)
     random = torch.Generator().manual_seed(2)
     for name in ("plain", "top_k", "top_p", "min_p", "all"):
         rows = [make_row(n, FILTERS[name], random) for n in (1, 2, 7)]
-        texts, processors = zip(*rows, strict=True)
+        texts, processors = map(list, zip(*rows, strict=True))
         logits = make_logits(3, random, False)
         logits[:, 200:] = -100
-        for row, token in enumerate(draw_on_device(logits, texts, processors)):
-            assert isinstance(token, int)
+        found = draw_on_device(logits, texts, processors)
+        assert len(found) == len(texts)
+        for row, token in enumerate(found.values()):
             if name == "plain":
                 assert token < 200
             if name == "top_k":

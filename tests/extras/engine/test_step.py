@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
-from gptmini.generate.native import build, precision
+from gptmini.extras.engine import build
+from gptmini.generate import precision
 from gptmini.model.attention import Attention, make_alibi_bias, make_mask
 from gptmini.model.gpt import GPT
-from tests.core.generate.native.samples import LENGTH, models, run, step_of
+from tests.extras.engine.samples import LENGTH, models, run, step_of
 from tests.support import needs_posix
 
 WITHOUT_AMX = ("-march=native", "-mno-amx-bf16")
@@ -265,7 +266,7 @@ def install_apples_clang(folder: Path, monkeypatch: pytest.MonkeyPatch, **option
     compiler.write_text(APPLES_CLANG.format(log=log, **(settings | options)))
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    monkeypatch.setattr(build, "COMPILERS", ["clang++", "g++"])
+    monkeypatch.setattr(build, "CPP_COMPILERS", ["clang++", "g++"])
     monkeypatch.setattr(build, "sys", types.SimpleNamespace(platform="darwin"))
     source = folder / "quick.cpp"
     source.write_text('extern "C" int answer() { return 42; }')

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from gptmini.cli import attention_maps
 from gptmini.errors import ConfigError
-from gptmini.generate import attention_maps
 from tests.core.generate.samples import TOKENS, model_of, run_of
 
 

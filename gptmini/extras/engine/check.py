@@ -28,19 +28,9 @@ from torch.nn import functional
 
 from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
-from gptmini.generate.native.precision import (
-    AnyModule,
-    copy_as,
-    create_cache,
-    dequantize,
-    round_matrix,
-)
-from gptmini.generate.native.step import (
-    NativeStep,
-    UnexpectedModelError,
-    check_layers,
-    check_tensor,
-)
+from gptmini.extras.engine.packing import AnyModule, copy_as, create_cache
+from gptmini.extras.engine.step import NativeStep, UnexpectedModelError, check_layers, check_tensor
+from gptmini.generate.precision import dequantize, round_matrix
 from gptmini.model.attention import Attention
 from gptmini.model.cache import LayerCache, StaticCache
 from gptmini.model.gpt import GPT

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
-from gptmini.generate.native import build, precision
-from gptmini.generate.native.step import ACTIVATION_CODES, NativeStep
+from gptmini.extras.engine import build, packing
+from gptmini.extras.engine.step import ACTIVATION_CODES, NativeStep
 from gptmini.model.gpt import GPT
 from tests.support import NORMS, POSITIONS
 
@@ -58,7 +58,7 @@ def step_of(
 ) -> NativeStep:
     library = build.build_library(files.DEFAULT_CACHE_DIR, target)
     assert library is not None
-    cache = precision.create_cache(model.config, weights, n_rows, spare_positions=LENGTH)
+    cache = packing.create_cache(model.config, weights, n_rows, spare_positions=LENGTH)
     return NativeStep(library, model, weights, cache)
 
 

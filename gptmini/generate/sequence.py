@@ -1,12 +1,11 @@
-"""A text from its prompt to its last character, and a batch of texts generated together.
+"""A text from its prompt to its last character.
 
-A `Text` is the state that the parts of generation share: the engine reads `context` and updates
+A `Sequence` is the state that the parts of generation share: the engine reads `context` and updates
 `n_cached`, the sampler appends tokens, and `decode_token` turns them into characters.
 """
 
 import codecs
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import ConfigError, shorten
-from gptmini.generate.filters import compute_logprob
+from gptmini.errors import ConfigError, GptminiError, shorten
 from gptmini.tokenizer.spelling import label_tokens
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -83,7 +81,7 @@ class StopMatcher:
         return None
 
 
-def _extend_match(stop: str, borders: Sequence[int], n_matched: int, character: str) -> int:
+def _extend_match(stop: str, borders: list[int], n_matched: int, character: str) -> int:
     """Return how many characters of `stop` match the end of the text after one more character."""
     while n_matched and stop[n_matched] != character:
         n_matched = borders[n_matched - 1]
@@ -91,7 +89,7 @@ def _extend_match(stop: str, borders: Sequence[int], n_matched: int, character: 
 
 
 @lru_cache(maxsize=256)
-def _compute_borders(stop: str) -> Sequence[int]:
+def _compute_borders(stop: str) -> list[int]:
     """Compute, for each beginning of `stop`, the longest shorter one that it also ends with."""
     borders = [0]
     for character in stop[1:]:
@@ -99,12 +97,12 @@ def _compute_borders(stop: str) -> Sequence[int]:
     return borders
 
 
-class Text:
+class Sequence:
     """A text that continues a prompt.
 
     `finish_reason` is None while the text grows, then "length" (it has `max_new_tokens`), "stop"
-    (a stop text), "document" (the model ended it) or "context" (the context is full). `logprobs`
-    (nats) are recorded only on request.
+    (a stop text), "document" (the model ended it), "context" (the context is full) or "error" (no
+    token can be drawn: see `error`). `logprobs` (nats) are recorded only on request.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class Text:
         context_length: int,
         prompt: str = "",
         tokenizer: Tokenizer | None = None,
-        stops: Sequence[str] = (),
+        stops: Iterable[str] = (),
         allowed_first: Tensor | None = None,
     ) -> None:
         """`number` selects the random numbers of this text.
@@ -127,6 +125,7 @@ class Text:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
+        self.error: GptminiError | None = None
         # For the sampler and the drafters.
         self.prompt_tokens = prompt_tokens
         self.allowed_first = allowed_first  # (V,), bool: tokens that may come first; None: all
@@ -164,14 +163,16 @@ class Text:
             characters = characters.removeprefix(" ")
             self._drop_space = False
         pending = self._held_back + characters
-        stop_positions: list[int] = []
+        # The first stop text to be complete ends the text, the longest if there are several.
+        # Whatever the tokens are: each may complete many characters.
+        completed: list[tuple[int, int]] = []
         for matcher in self._stops:
             count = matcher.read(characters)
             if count is not None:
-                stop_positions.append(len(self._held_back) + count - len(matcher.stop))
-        if stop_positions:
+                completed.append((count, -len(matcher.stop)))
+        if completed:
             self.finish_reason = "stop"
-            end = min(stop_positions)
+            end = len(self._held_back) + sum(min(completed))
         elif self.finish_reason:
             end = len(pending)
         else:
@@ -180,6 +181,11 @@ class Text:
         self._held_back = pending[end:]
         self.text += pending[:end]
         return pending[:end]
+
+    def fail(self, error: GptminiError) -> None:
+        """End the text by an error."""
+        self.finish_reason = "error"
+        self.error = error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the public fields as JSON data."""
@@ -191,58 +197,3 @@ class Text:
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
         }
-
-
-class Generation:
-    """Texts that are generated together; iterate for (number, new characters) as they grow.
-
-    Nothing is computed before the first step of the iterator. `seconds` and `time_to_first_token`
-    count from there.
-    """
-
-    def __init__(
-        self,
-        tokens: Iterator[tuple[Text, int, Tensor]],
-        samples: list[Text],
-        logprobs: bool,
-        engine: str,
-    ) -> None:
-        """`tokens` comes from `sampler.sample_tokens`; `engine` names the engine."""
-        self.samples = samples
-        self.engine = engine
-        self.seconds = 0.0
-        self.time_to_first_token = 0.0
-        self._tokens = tokens
-        self._logprobs = logprobs
-        self._started: float | None = None
-
-    @property
-    def n_tokens(self) -> int:
-        """Count the tokens generated so far."""
-        return sum(len(sample.tokens) for sample in self.samples)
-
-    @property
-    def drafted(self) -> int:
-        """Count the tokens drafted so far."""
-        return sum(sample.drafted for sample in self.samples)
-
-    @property
-    def accepted(self) -> int:
-        """Count the drafted tokens that the model accepted."""
-        return sum(sample.accepted for sample in self.samples)
-
-    def finish(self) -> list[Text]:
-        """Generate to the end, then return the samples."""
-        for _ in self:
-            pass
-        return self.samples
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        self._started = self._started or time.perf_counter()
-        for text, token, logits in self._tokens:
-            self.seconds = time.perf_counter() - self._started
-            self.time_to_first_token = self.time_to_first_token or self.seconds
-            if self._logprobs:
-                text.logprobs.append(compute_logprob(logits, token))
-            if characters := text.decode_token(token):
-                yield text.number, characters

@@ -1,7 +1,6 @@
 import errno
 import io
 import json
-import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from gptmini import files
+from gptmini.cli import prompts_file
 from gptmini.errors import DataError, MachineError
-from gptmini.generate import prompts_file
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
@@ -42,9 +41,7 @@ def written(run: Run, prompts: Path, name: str, batch_size: int) -> bytes:
 
 
 def equal(one: bytes, other: bytes) -> bool:
-    """In every byte; without the compiled steps, logits differ by about 1e-6 between batches."""
-    if shutil.which("g++"):
-        return one == other
+    """In every byte but logits, which differ by about 1e-6 between batches in PyTorch."""
     both = [[json.loads(line) for line in data.splitlines()] for data in (one, other)]
     logprobs = [[number for line in lines for number in line.pop("logprobs")] for lines in both]
     return both[0] == both[1] and logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)

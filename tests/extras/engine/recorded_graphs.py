@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gptmini.generate.gpu.graphs import Step
+from gptmini.extras.engine.graphs import Step
 
 
 class Recorder(TorchDispatchMode):

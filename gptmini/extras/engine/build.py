@@ -16,19 +16,15 @@ import torch
 from gptmini import files
 from gptmini.console import warn
 from gptmini.files import IS_WINDOWS
-from gptmini.machine import find_compiler
+from gptmini.machine import CPP_COMPILERS, find_compiler
 
 SOURCE_FILES = [
     Path(__file__).with_name(name) for name in ("decode.cpp", "product.h", "attention.h")
 ]
 if IS_WINDOWS:
-    # LLVM's alone. Microsoft's compiler lacks the vector types of decode.cpp, and MinGW's g++ does
-    # not align the stack for them (GCC's bug 54412), so its code would crash.
-    COMPILERS = ["clang++"]
     COMPILER_FLAGS = ["-O3", "-shared"]
     LIBRARY_SUFFIX = ".dll"
 else:
-    COMPILERS = ["clang++", "g++"] if sys.platform == "darwin" else ["g++"]
     COMPILER_FLAGS = ["-O3", "-shared", "-fPIC"]
     LIBRARY_SUFFIX = ".so"
 COMPILE_TIMEOUT_SECONDS = 120  # it takes 5 to 20
@@ -44,7 +40,7 @@ def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctype
     If compiling fails, warns and returns None; as the result is remembered, once per process.
     `target` chooses the processor's instructions.
     """
-    compiler = find_compiler(*COMPILERS)
+    compiler = find_compiler(*CPP_COMPILERS)
     if compiler is None:
         if IS_WINDOWS:  # where no system comes with one
             warn("clang++: not found; generating with PyTorch, which is slower; install LLVM")

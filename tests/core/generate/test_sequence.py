@@ -1,15 +1,16 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.config.settings import SampleConfig
 from gptmini.generate.sampler import append_token
-from gptmini.generate.texts import Text
+from gptmini.generate.sequence import Sequence
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 
 
-def read(tokens: list[int], stops: list[str]) -> tuple[list[str], Text]:
+def read(tokens: list[int], stops: list[str]) -> tuple[list[str], Sequence]:
     """The pieces of a text of bytes, and the text itself."""
-    text = Text(0, [], 99, tokenizer=ByteTokenizer(), stops=stops)
+    text = Sequence(0, [], 99, tokenizer=ByteTokenizer(), stops=stops)
     pieces = []
     for token in tokens:
         append_token(text, token, SampleConfig(max_new_tokens=len(tokens)), 99)
@@ -62,6 +63,39 @@ def test_a_text_ends_before_the_first_stop_text_whatever_the_tokens(text, stops)
     else:
         assert sample.text == text
         assert sample.finish_reason == "length"
+
+
+class Words:
+    """A tokenizer whose tokens are these texts."""
+
+    end_tokens = frozenset()
+    drops_first_space = False
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+    def decode_token(self, token: int) -> bytes:
+        return self.words[token].encode()
+
+
+@pytest.mark.parametrize(
+    ("stops", "kept"),
+    [
+        (["bcd", "c"], "ab"),  # "c" is complete first
+        (["d", "cd", "bcd"], "a"),  # of those that are complete at once, the longest
+        (["e", "abx"], "abcd"),
+    ],
+)
+@pytest.mark.parametrize("words", [["abcdef"], ["a", "bcd", "ef"], ["ab", "cdef"], [*"abcdef"]])
+def test_which_stop_text_ends_a_text_does_not_hang_on_how_it_is_cut(words, stops, kept):
+    text = Sequence(0, [], 99, tokenizer=Words(words), stops=stops)
+    pieces = []
+    for token in range(len(words)):
+        pieces.append(text.decode_token(token))
+        if text.finish_reason:
+            break
+    assert "".join(pieces) == text.text == kept
+    assert text.finish_reason == "stop"
 
 
 def test_a_character_in_two_tokens_appears_once_and_whole():

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptmini import files
-from gptmini.generate.native import build, precision
-from gptmini.generate.native.step import NativeStep, _Layer
+from gptmini.extras.engine import build, packing
+from gptmini.extras.engine.step import NativeStep, _Layer
+from gptmini.generate.precision import PRECISIONS, round_weights
 from gptmini.model.gpt import GPT
-from tests.core.generate.native.samples import LENGTH, models, run, step_of
+from tests.extras.engine.samples import LENGTH, models, run, step_of
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 START, SIZE = 1 << 40, 1 << 28  # both processes map a file here, so that they share pointers
@@ -36,7 +37,7 @@ class ArmStep(NativeStep):
 
     def __init__(self, command: list[str], model: GPT, weights: str) -> None:
         self._command, self._end = command, START + 64  # behind the arguments of a call
-        cache = precision.create_cache(model.config, weights, 1, spare_positions=LENGTH)
+        cache = packing.create_cache(model.config, weights, 1, spare_positions=LENGTH)
         super().__init__(build.build_library(files.DEFAULT_CACHE_DIR), model, weights, cache)
         g, self._function = self._model, self._call
         g.layers = cast(
@@ -72,9 +73,9 @@ def test_the_step_computes_on_arm_what_it_does_here_in_slices_too(tmp_path: Path
         CDLL(None).mmap(c_void_p(START), *map(c_long, words))
 
     @settings(max_examples=20, deadline=None)
-    @given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)))
+    @given(model=models(), weights=st.sampled_from(list(PRECISIONS)))
     def compare(model: GPT, weights: str) -> None:
-        precision.round_weights(model, weights)
+        round_weights(model, weights)
         tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
         step = ArmStep([EMULATOR, program, memory], model, weights)
         expected, found = (run(each, tokens) for each in (step_of(model, weights), step))
