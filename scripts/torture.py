@@ -25,7 +25,7 @@ from gptmini.config.settings import Config
 from gptmini.distributed.group import join_group
 from gptmini.plan.broadcast import plan_on_all_ranks
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
+from gptmini.train import loop
 
 STEPS = 24
 
@@ -76,7 +76,7 @@ def start_training(config: Config, folder: Path, name: str, n_ranks: int) -> lis
             with join_group() as group:
                 started = time.perf_counter()
                 cache = folder / "cache"
-                trainer.train(plan_on_all_ranks(config, run, cache, started, group), run.path)
+                loop.train(plan_on_all_ranks(config, run, cache, started, group), run.path)
             code = 0
         finally:
             os._exit(code)

@@ -95,13 +95,13 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
     """Decide and train, as the command does, without timing each of a thousand small runs."""
     from gptmini.plan.settle import make_plan
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import trainer
+    from gptmini.train import loop
 
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=config.train.batch_size)
     if config.train.compile == "auto":
         config = config.with_train(compile="off")
-    trainer.train(make_plan(config, RunDirectory(out), cache, started), out)
+    loop.train(make_plan(config, RunDirectory(out), cache, started), out)
 
 
 def prepared(config: Config, out: Path, cache: Path) -> "Training":

@@ -92,14 +92,14 @@ def train(
     from gptmini.plan.minutes import FINAL_SAMPLE_SECONDS
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import trainer
+    from gptmini.train import loop
 
     log.check_installed(settings.train.log_to)
     if base is not None and source is not None and is_new:
         import_once(base, source)
     with join_group() as group:
         plan = plan_on_all_ranks(settings, RunDirectory(out), cache, started, group)
-        trained = trainer.train(plan, out)
+        trained = loop.train(plan, out)
     if not trained or no_sample or group.rank:
         return
     run = load_run(out, settings.train.device, cache=cache)

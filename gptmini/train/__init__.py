@@ -1,6 +1,6 @@
 """From a plan to a trained run: the training loop, its checkpoints, and how good a model is.
 
-Read trainer.py first, the loop; then step.py (one update), evaluate.py (the loss on held-out text)
+Read loop.py first, the loop; then step.py (one update), evaluate.py (the loss on held-out text)
 and batches.py (which windows of the text a step reads). state.py says what the loop works on;
 build.py makes that from a plan, checkpoint.py creates, resumes and saves a run, and messages.py is
 what the user reads. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with

@@ -20,8 +20,8 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.plan.broadcast import plan_on_all_ranks
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
-from gptmini.train.state import OwnParts
+from gptmini.train import loop
+from gptmini.train.state import CustomParts
 
 
 def fit(
@@ -64,8 +64,8 @@ def fit(
     else:
         requested = config if isinstance(config, Config) else validate(dict(config), {})
     directory = RunDirectory(Path(out))
-    own = OwnParts(model, loss, optimizer, schedule, batches, on_step)
+    own = CustomParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:
         plan = plan_on_all_ranks(requested, directory, cache, started, group)
-        trainer.train(plan, directory.path, own)
+        loop.train(plan, directory.path, own)
     return load_run(out, requested.train.device, "float32", cache, model=model)

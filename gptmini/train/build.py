@@ -21,17 +21,17 @@ from gptmini.plan.plan import Plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, GivenBatches, seed_from
-from gptmini.train.state import FIRST_LOSS_SCALE, OwnParts, Training
+from gptmini.train.state import FIRST_LOSS_SCALE, CustomParts, Training
 
 
 @show_elapsed("building the model")
-def build_training(plan: Plan, run: RunDirectory, own: OwnParts | None = None) -> Training:
+def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None) -> Training:
     """Build the training state of a run at step 0; writes nothing.
 
     ConfigError for a text of sample.bias or sample.ban that is not one token, and for a module or
     optimizer of one's own in a model that is sharded.
     """
-    own = own or OwnParts()
+    own = own or CustomParts()
     config = plan.config
     corpus = plan.corpus
     compute = plan.machine.compute

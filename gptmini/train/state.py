@@ -3,37 +3,44 @@
 Everything random is a function of (seed, step, micro-batch), so nothing random is saved.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from gptmini.config.settings import Config, ModelConfig
-from gptmini.data.token_file import Corpus
-from gptmini.distributed.checkpoint_store import CheckpointStore
-from gptmini.distributed.gradients import Gradients
-from gptmini.distributed.group import Group
-from gptmini.distributed.placement import Placement
-from gptmini.machine import Compute
-from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer, compute_learning_rate
-from gptmini.plan.cuda_graph import Loss
-from gptmini.plan.recipe import TextSize
-from gptmini.runs.directory import RunDirectory
-from gptmini.runs.progress import Progress
-from gptmini.train.batches import Batches
+from gptmini.model.optim import compute_learning_rate
+
+if TYPE_CHECKING:  # so that who reads one update need not read what a whole run is made of
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from gptmini.config.settings import Config, ModelConfig
+    from gptmini.data.token_file import Corpus
+    from gptmini.distributed.checkpoint_store import CheckpointStore
+    from gptmini.distributed.gradients import Gradients
+    from gptmini.distributed.group import Group
+    from gptmini.distributed.placement import Placement
+    from gptmini.machine import Compute
+    from gptmini.model.gpt import GPT
+    from gptmini.model.optim import Optimizer
+    from gptmini.plan.cuda_graph import Loss
+    from gptmini.plan.recipe import TextSize
+    from gptmini.runs.directory import RunDirectory
+    from gptmini.runs.progress import Progress
+    from gptmini.train.batches import Batches
 
 RECENT_LOSSES = 50  # with which a new one is compared
 FIRST_LOSS_SCALE = 2.0**16  # in float16
 
 
 @dataclass(frozen=True)
-class OwnParts:
+class CustomParts:
     """Parts of a training that its owner makes; `gptmini.fit` describes them."""
 
     model: Callable[[ModelConfig], GPT] | None = None
@@ -72,7 +79,7 @@ class Training:
     bias: Tensor | None  # (V,), of the samples
     text_size: TextSize
     steps_follow_minutes: bool
-    own: OwnParts
+    own: CustomParts
     started: float  # when the run would have begun, had it never stopped
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LOSSES))
     saved_step: int | None = None  # the step of the newest checkpoint

@@ -12,7 +12,6 @@ from torch import Tensor
 from gptmini.console import say
 from gptmini.errors import DivergedError
 from gptmini.train.batches import seed_from
-from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
 # In float16, steps after which the loss scale is doubled; the next overflow halves it again.
@@ -21,7 +20,10 @@ MAX_LOSS_SCALE = 2.0**24
 
 
 def train_step(training: Training) -> dict[str, Any]:
-    """Make one optimizer update on the windows of the step, and return its metrics."""
+    """Make one optimizer update on the windows of the step, and return its metrics.
+
+    DivergedError if the loss or the gradients are not finite; the weights stay as they were.
+    """
     progress = training.progress
     step = training.step
     training.model.train()
@@ -39,8 +41,7 @@ def train_step(training: Training) -> dict[str, Any]:
         total_loss, norm = _compute_gradients(training, tokens, targets)
     # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
     if not math.isfinite(total_loss + norm):
-        problem = f"loss {total_loss:.4g}, gradient norm {norm}"
-        raise DivergedError(describe_divergence(training, problem))
+        raise DivergedError(f"loss {total_loss:.4g}, gradient norm {norm}")
     lr = training.compute_rate()
     training.optimizer.step(lr)
     metrics = {"train_loss": total_loss, "lr": lr, "grad_norm": norm}

@@ -30,7 +30,7 @@ from gptmini.model.kernels import overwrite_by_softmax_
 from gptmini.plan.fit import compile_blocks, time_step
 from gptmini.plan.memory import estimate_memory
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
+from gptmini.train import loop
 from gptmini.train.step import train_step
 from gpu_check.check import (
     SMALL_MODEL,
@@ -165,7 +165,7 @@ def profile_steps(check: Check) -> Facts:
             recorded["waits"] = count_waits(training)
         return metrics
 
-    with mock.patch.object(trainer, "train_step", profiled_step):
+    with mock.patch.object(loop, "train_step", profiled_step):
         check.fit(config, "profile")
     kernels = list_kernels(recorded["profiler"].key_averages(), check.device)
     total = sum(microseconds for microseconds, _ in kernels)
@@ -276,7 +276,7 @@ def equal_bits(check: Check) -> Facts:
         name = f"attention {backend}, deterministic {deterministic}"
         straight = find_sha256(check, config, f"{name} 1")
         again = find_sha256(check, config, f"{name} 2")
-        with mock.patch.object(trainer, "train_step", stop_at_step_four), suppress(Stopped):
+        with mock.patch.object(loop, "train_step", stop_at_step_four), suppress(Stopped):
             check.fit(config, f"{name} 3")
         assert RunDirectory(check.folder / f"{name} 3").list_steps() == [4]
         resumed = find_sha256(check, config, f"{name} 3")

@@ -18,7 +18,7 @@ from gptmini.generate import run as run_module
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.plan import fit
-from gptmini.train import evaluate_run, trainer
+from gptmini.train import evaluate_run, loop
 from tests.support import tiny, train
 
 
@@ -172,16 +172,16 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     (tmp_path / "text.txt").write_text("a text. " * 200)
     config = tiny(train={"steps": 1}, data={"path": str(tmp_path / "text.txt")})
     note(GPT, "compute_loss")
-    note(trainer, "train_step")
-    note(trainer, "evaluate")
+    note(loop, "train_step")
+    note(loop, "evaluate")
     note(evaluate_run, "evaluate")
     train(config.with_train(compile="auto"), tmp_path / "run", tmp_path / "cache")
     fit.time_step(config.with_tokenizer("byte", 257), machine.pick_compute("cpu", "float32"))
     evaluate_run.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
     assert seen == {
         "GPT.compute_loss": {1},
-        "gptmini.train.trainer.train_step": {1},
-        "gptmini.train.trainer.evaluate": {1},
+        "gptmini.train.loop.train_step": {1},
+        "gptmini.train.loop.evaluate": {1},
         "gptmini.train.evaluate_run.evaluate": {0},
     }
 

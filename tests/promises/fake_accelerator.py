@@ -35,7 +35,7 @@ from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
 from gptmini.model.losses import compute_token_losses
 from gptmini.model.optim import Muon, Optimizer
-from gptmini.train.state import OwnParts, Training
+from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 from tests.support import tiny
 
@@ -158,7 +158,7 @@ class Stage:
         self.compute = FakeCompute(device, torch.float32)
         self.gradients = Gradients(model.parameters())
         self.group = Group()
-        self.own = OwnParts()
+        self.own = CustomParts()
         self.optimizer = Optimizer(model, config.train)
         self.progress = type("Progress", (), {"loss_scale": 1.0})()
 

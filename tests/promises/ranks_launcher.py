@@ -28,7 +28,7 @@ from gptmini.errors import CheckpointError
 from gptmini.model.gpt import GPT
 from gptmini.plan import broadcast
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, trainer
+from gptmini.train import build, loop
 
 
 def nan(rank: int) -> None:
@@ -67,7 +67,7 @@ def seeded(rank: int) -> None:
 
 def signalled(rank: int, number: int, victim: int = 1) -> None:
     """A rank gets a signal in its third update."""
-    update = trainer.train_step
+    update = loop.train_step
     calls = []
 
     def interrupted(training: object) -> object:
@@ -76,7 +76,7 @@ def signalled(rank: int, number: int, victim: int = 1) -> None:
             os.kill(os.getpid(), number)
         return update(training)
 
-    trainer.train_step = interrupted
+    loop.train_step = interrupted
 
 
 def killed(rank: int) -> None:
@@ -105,13 +105,13 @@ def silent(rank: int) -> None:
     """Rank 1 hangs where rank 0 waits for what it has to say."""
     group.FACTS_TIMEOUT_SECONDS = 20
     if rank == 1:
-        save = trainer.save_checkpoint
+        save = loop.save_checkpoint
 
         def hanging(training: object) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             save(training)
 
-        trainer.save_checkpoint = hanging
+        loop.save_checkpoint = hanging
 
 
 def stuck(rank: int) -> None:

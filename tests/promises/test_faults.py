@@ -28,7 +28,7 @@ from gptmini.model.optim import Optimizer
 from gptmini.runs import tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from gptmini.train import trainer
+from gptmini.train import loop
 from tests.support import SMALL, tiny
 from tests.support import train as begin_training
 
@@ -275,7 +275,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(train, config, tmp_path: Path)
 
 def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
-    monkeypatch.setattr(trainer, "train_step", None)
+    monkeypatch.setattr(loop, "train_step", None)
     with pytest.raises(
         MachineError, match=r"a checkpoint needs [\d,]+ bytes, 1,000 are free; make"
     ):
@@ -289,7 +289,7 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
     whole = result(train(config, "whole"))
     number = getattr(signal, name)
     shown_name = name.replace("SIGINT", "Ctrl-C")
-    function = getattr(trainer, where)
+    function = getattr(loop, where)
     calls = 0
 
     def interrupted(*arguments: Any) -> Any:
@@ -300,7 +300,7 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
         return function(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, where, interrupted)
+        patch.setattr(loop, where, interrupted)
         expected = f"stopped by {shown_name} after step .*saved"
         with pytest.raises(GptminiError, match=expected) as stopped:
             train(config)
@@ -311,13 +311,13 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
 @pytest.mark.usefixtures("default_signals")
 def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    update = trainer.train_step
+    update = loop.train_step
 
     def hang_up(training: Any) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
         return update(training)
 
-    monkeypatch.setattr(trainer, "train_step", hang_up)
+    monkeypatch.setattr(loop, "train_step", hang_up)
     try:
         assert train(config).list_steps()[0] == 6
     finally:
@@ -326,7 +326,7 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypat
 
 def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkeypatch):
     whole = result(train(config, "whole"))
-    save = trainer.save_checkpoint
+    save = loop.save_checkpoint
     saved = []
 
     def note(training: Any) -> None:
@@ -335,23 +335,23 @@ def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkey
             os.kill(os.getpid(), signal.SIGUSR1)
         save(training)
 
-    update = trainer.train_step
+    update = loop.train_step
 
     def ask(training: Any) -> Any:
         if training.step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
         return update(training)
 
-    monkeypatch.setattr(trainer, "save_checkpoint", note)
-    monkeypatch.setattr(trainer, "train_step", ask)
+    monkeypatch.setattr(loop, "save_checkpoint", note)
+    monkeypatch.setattr(loop, "train_step", ask)
     assert result(train(config)) == whole
     assert 5 in saved
 
 
 def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
     config = config.with_train(save_every=6, eval_every=6)
-    save = trainer.save_checkpoint
-    update = trainer.train_step
+    save = loop.save_checkpoint
+    update = loop.train_step
     saved = []
 
     def ask(training: Any) -> Any:
@@ -360,22 +360,22 @@ def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
         return update(training)
 
     monkeypatch.setattr(
-        trainer, "save_checkpoint", lambda training: (saved.append(training.step), save(training))
+        loop, "save_checkpoint", lambda training: (saved.append(training.step), save(training))
     )
-    monkeypatch.setattr(trainer, "train_step", ask)
+    monkeypatch.setattr(loop, "train_step", ask)
     train(config)
     assert saved == [3, 6]
 
 
 def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys):
     config = tiny(data={"path": config.data.path}, train={"steps": 40, "lr": 1e-6})
-    update = trainer.train_step
+    update = loop.train_step
 
     def spike(training: Any) -> Any:
         metrics = update(training)
         return metrics | ({"train_loss": 9.0} if training.step == 29 else {})
 
-    monkeypatch.setattr(trainer, "train_step", spike)
+    monkeypatch.setattr(loop, "train_step", spike)
     train(config)
     lines = [line for line in capsys.readouterr().err.splitlines() if "the windows at" in line]
     assert len(lines) == 1
@@ -483,7 +483,7 @@ def test_only_intact_checkpoints_count_as_kept(tmp_path: Path):
 
 
 def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path, monkeypatch):
-    update = trainer.train_step
+    update = loop.train_step
 
     def move(training: Any) -> Any:
         if training.step == 3:
@@ -492,7 +492,7 @@ def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path,
 
     whole = result(train(config, "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", move)
+        patch.setattr(loop, "train_step", move)
         with pytest.raises(MachineError, match="could not save step 4"):
             train(config)
     assert not (tmp_path / "run").exists()
@@ -539,7 +539,7 @@ def test_too_little_memory_is_the_limit_of_the_machine(gptmini, text_file, monke
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(trainer, "train_step", fail)
+    monkeypatch.setattr(loop, "train_step", fail)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 5
     assert "out of memory; lower train.micro_batch_size" in err
@@ -553,7 +553,7 @@ def test_an_operation_that_cannot_be_deterministic_is_named(gptmini, text_file, 
         finally:
             torch.use_deterministic_algorithms(False)
 
-    monkeypatch.setattr(trainer, "train_step", fail)
+    monkeypatch.setattr(loop, "train_step", fail)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 5
     assert "gptmini: train.deterministic: put_ has no deterministic kernel here; use off" in err

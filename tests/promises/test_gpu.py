@@ -24,7 +24,7 @@ from gptmini.plan.cuda_graph import create_loss
 from gptmini.plan.fit import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
-from gptmini.train import trainer
+from gptmini.train import loop
 from gptmini.train.api import fit
 
 DEVICE = os.environ.get("GPTMINI_TEST_DEVICE", "cuda")
@@ -236,7 +236,7 @@ def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_p
 def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
     attention, deterministic, dtype, tmp_path
 ):
-    update = trainer.train_step
+    update = loop.train_step
 
     def stopping(training: Any) -> dict[str, Any]:
         if training.step == 4:
@@ -245,7 +245,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
 
     model = {"dropout": 0.1, "attention": attention}
     asked = settings(tmp_path, DEVICE, model, deterministic=deterministic, dtype=dtype)
-    with mock.patch.object(trainer, "train_step", stopping), pytest.raises(Stopped):
+    with mock.patch.object(loop, "train_step", stopping), pytest.raises(Stopped):
         fit(asked, tmp_path / "stopped", tmp_path / "cache")
     assert RunDirectory(tmp_path / "stopped").list_steps()[0] == 5
     for name in ("stopped", "straight"):

@@ -295,14 +295,14 @@ def test_ranks_that_never_come_are_counted(monkeypatch):
 DIES_ONCE = """
 import os, signal
 from gptmini.cli import app
-from gptmini.train import trainer
-update = trainer.train_step
+from gptmini.train import loop
+update = loop.train_step
 def dying(training):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if training.step == 3 and os.environ["RANK"] == "1" and first:
         os.kill(os.getpid(), signal.SIGKILL)
     return update(training)
-trainer.train_step = dying
+loop.train_step = dying
 app.main()
 """
 

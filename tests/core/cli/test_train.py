@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gptmini.cli.train import _take_until
-from gptmini.train import trainer
+from gptmini.train import loop
 from tests.support import SMALL, WORDS
 
 
@@ -168,20 +168,20 @@ def test_several_texts_and_documents(gptmini, tmp_path: Path):
 
 def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: Path, monkeypatch):
 
-    update = trainer.train_step
+    update = loop.train_step
 
-    def cut(training: trainer.Training) -> dict[str, object]:
+    def cut(training: loop.Training) -> dict[str, object]:
         if training.step == 3:
             path = training.corpus.training[0].path
             with path.open("r+b") as file:
                 file.truncate(200)
         return update(training)
 
-    monkeypatch.setattr(trainer, "train_step", cut)
+    monkeypatch.setattr(loop, "train_step", cut)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 3
     assert ".tokens: truncated while in use (" in err
-    monkeypatch.setattr(trainer, "train_step", update)
+    monkeypatch.setattr(loop, "train_step", update)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err
     assert "resuming after step 2" in err

@@ -19,7 +19,7 @@ from gptmini.plan import cost, estimates, fit
 from gptmini.plan.memory import estimate_memory
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
+from gptmini.train import loop
 from tests.core.plan.machines import CPU, GPU, FakeMachine, taking
 from tests.support import tiny, train
 
@@ -373,14 +373,14 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
 
     whole = run("whole")
     with monkeypatch.context() as patch:
-        update = trainer.train_step
+        update = loop.train_step
 
         def stop(training: Any) -> Any:
             if training.step == 4:
                 raise KeyboardInterrupt
             return update(training)
 
-        patch.setattr(trainer, "train_step", stop)
+        patch.setattr(loop, "train_step", stop)
         with pytest.raises(KeyboardInterrupt):
             run("stopped")
     again = run("stopped")

@@ -23,7 +23,7 @@ from gptmini.plan.recipe import (
     measure_corpus,
 )
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
+from gptmini.train import loop
 from tests.core.plan.machines import GPU, FakeMachine
 from tests.support import tiny, train
 
@@ -394,8 +394,8 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(Machine, "time_step", lambda *_, **__: StepTime(0.8, 0.2))
-    update = trainer.train_step
-    evaluation = trainer.evaluate_and_sample
+    update = loop.train_step
+    evaluation = loop.evaluate_and_sample
     smallest = estimates.CPU.few_epochs[:1]
     one_model = replace(estimates.CPU, few_epochs=smallest, many_epochs=smallest)
     monkeypatch.setattr(estimates, "CPU", one_model)
@@ -409,8 +409,8 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
         clock.now += 0.5 + steps / 4 * speeds[training.step > 50]
         return evaluation(training)
 
-    monkeypatch.setattr(trainer, "train_step", timed)
-    monkeypatch.setattr(trainer, "evaluate_and_sample", evaluated)
+    monkeypatch.setattr(loop, "train_step", timed)
+    monkeypatch.setattr(loop, "evaluate_and_sample", evaluated)
     config = tiny(model={"n_layer": 1}, data={"path": str(text_file)})
     sections = config.model_dump(exclude_unset=True)
     del sections["train"]["steps"]

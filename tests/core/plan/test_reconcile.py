@@ -23,7 +23,7 @@ from gptmini.plan import minutes, reconcile, settle
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import create_tokenizer
-from gptmini.train import convert, trainer
+from gptmini.train import convert, loop
 from gptmini.train.evaluate_run import evaluate_run, load_held_out
 from tests.support import SMALL, gpt2, new_cache, tiny
 from tests.support import train as begin_training
@@ -69,7 +69,7 @@ def on(trained: RunDirectory, text: Path, **sections: dict[str, Any]) -> Config:
 def tune(tmp_path: Path):
     def run(config: Config, name: str = "tuned") -> RunDirectory:
         out = RunDirectory(tmp_path / name)
-        trainer.train(make_plan(config, out, tmp_path / "cache"), out.path)
+        loop.train(make_plan(config, out, tmp_path / "cache"), out.path)
         return out
 
     return run
@@ -145,7 +145,7 @@ def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
     base, requested, tune, monkeypatch, function, call
 ):
     whole = result(tune(requested, "whole"))
-    original = getattr(trainer, function)
+    original = getattr(loop, function)
     calls = 0
 
     def killed(*arguments: Any) -> Any:
@@ -156,7 +156,7 @@ def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, function, killed)
+        patch.setattr(loop, function, killed)
         with pytest.raises(Killed):
             tune(requested)
     shutil.rmtree(base.path)
@@ -177,14 +177,14 @@ def test_a_kill_before_the_run_is_there_is_a_fresh_start(base, requested, tune, 
 @pytest.mark.usefixtures("default_signals")
 def test_a_signal_during_the_first_evaluation_saves(base, requested, tune, monkeypatch):
     whole = result(tune(requested, "whole"))
-    assess = trainer.evaluate_validation
+    assess = loop.evaluate_validation
 
     def interrupted(training: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return assess(training)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "evaluate_validation", interrupted)
+        patch.setattr(loop, "evaluate_validation", interrupted)
         with pytest.raises(Stopped, match="after step 1, saved"):
             tune(requested)
     assert result(tune(requested)) == whole
@@ -316,7 +316,7 @@ def test_a_base_that_changes_meanwhile_is_noticed(base, requested, tmp_path):
     begin_training(longer, base.path, tmp_path / "cache")
     assert base.load_best().step != plan.config.base.step
     with pytest.raises(CheckpointError, match="changed while this run was prepared"):
-        trainer.train(plan, out.path)
+        loop.train(plan, out.path)
     assert not out.exists
 
 

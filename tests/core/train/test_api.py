@@ -109,7 +109,7 @@ def momentum(model: GPT) -> torch.optim.Optimizer:
 
 
 def test_own_parts_are_trained_with_and_resumed_to_the_same_bits(text_file: Path, tmp_path: Path):
-    """Against a loop of torch that knows nothing of gptmini's trainer."""
+    """Against a loop of torch that knows nothing of gptmini's loop."""
     chance = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (8, 4, 17), generator=chance)  # (steps, B, T + 1)
     rates = [0.1, 0.05, 0.2, 0.1, 0.1, 0.05, 0.1, 0.1]

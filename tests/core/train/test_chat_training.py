@@ -15,7 +15,7 @@ from gptmini.data.chats import IGNORED
 from gptmini.data.corpus import prepare_text, prepare_token_file
 from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
+from gptmini.train import loop
 from gptmini.train.batches import IGNORE_INDEX
 from gptmini.train.evaluate_run import evaluate_text
 from gptmini.train.state import Training
@@ -79,7 +79,7 @@ def compute_gradients(training: Training) -> dict[str, torch.Tensor]:
             gradients[name] = parameter.grad.clone()
 
     training.optimizer.step = keep  # type: ignore[method-assign]
-    training.first_loss = trainer.train_step(training)["train_loss"]  # type: ignore[attr-defined]
+    training.first_loss = loop.train_step(training)["train_loss"]  # type: ignore[attr-defined]
     return gradients
 
 
@@ -120,7 +120,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_stopped_run_ends_with_the_same_bits(base, chats, tmp_path, monkeypatch):
     config = make_config(base, chats)
     train(config, tmp_path / "whole", tmp_path / "cache")
-    update = trainer.train_step
+    update = loop.train_step
 
     def stop_at_three(training: Training) -> dict[str, Any]:
         if training.step == 3:
@@ -128,7 +128,7 @@ def test_a_stopped_run_ends_with_the_same_bits(base, chats, tmp_path, monkeypatc
         return update(training)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", stop_at_three)
+        patch.setattr(loop, "train_step", stop_at_three)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "stopped", tmp_path / "cache")
     train(config, tmp_path / "stopped", tmp_path / "other-cache")

@@ -15,7 +15,7 @@ from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, step, trainer
+from gptmini.train import build, loop, step
 from gptmini.train.state import Training
 from tests.support import prepared, tiny, train
 
@@ -74,7 +74,7 @@ def test_gradients_too_small_for_float16_are_those_of_float32(start):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GPT, "compute_loss", lambda *of, whole=whole: whole(*of) / 16384)
             training.optimizer.step = lambda lr: None  # type: ignore[method-assign]
-            trainer.train_step(training)
+            loop.train_step(training)
         gradients.append([parameter.grad for parameter in training.model.parameters()])
     for half, single in zip(*gradients, strict=True):
         assert (half - single).norm() < 0.01 * single.norm()
@@ -85,9 +85,9 @@ def test_a_step_that_overflows_is_made_again_at_half_the_scale(start, capsys):
     for first_scale in (2.0**16, 2.0**40):
         training = start()
         training.progress.loss_scale = first_scale
-        scales = [trainer.train_step(training)["loss_scale"]]
+        scales = [loop.train_step(training)["loss_scale"]]
         training.progress.step = 1
-        scales.append(trainer.train_step(training)["loss_scale"])
+        scales.append(loop.train_step(training)["loss_scale"])
         ends.append({name: p.detach().clone() for name, p in training.model.named_parameters()})
     assert scales[0] == scales[1]
     assert 2**16 <= scales[0] < 2**40
@@ -107,7 +107,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypat
     monkeypatch.setattr(build, "FIRST_LOSS_SCALE", 2.0**17)
     config = make_config(text_file, save_every=1)
     whole = finish(config, tmp_path / "whole")
-    update = trainer.train_step
+    update = loop.train_step
 
     def stopping(training: Training) -> dict[str, Any]:
         if training.step == updates:
@@ -115,7 +115,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypat
         return update(training)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", stopping)
+        patch.setattr(loop, "train_step", stopping)
         with pytest.raises(KeyboardInterrupt):
             finish(config, tmp_path / "stopped")
     stopped = finish(config, tmp_path / "stopped")
@@ -127,7 +127,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypat
 def test_a_run_that_goes_on_in_another_type_has_its_scale(text_file, tmp_path, monkeypatch):
     config = make_config(text_file, "auto", steps=3)
     for dtype, steps, scale in (("float32", 3, 1), ("float16", 4, 2**16), ("float32", 5, 1)):
-        pick = trainer.machine.pick_compute
+        pick = loop.machine.pick_compute
         with monkeypatch.context() as patch:
             patch.setattr(
                 "gptmini.plan.settle.pick_compute", lambda device, *_, d=dtype, p=pick: p(device, d)
@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_is_not_tried_again(start, monkeypatch):
 
     monkeypatch.setattr(GPT, "compute_loss", broken)
     with pytest.raises(DivergedError, match="loss nan"):
-        trainer.train_step(training)
+        loop.train_step(training)
     assert len(passes) == 2  # micro-batches of one step
 
 
@@ -180,5 +180,5 @@ def test_gradients_that_overflow_at_any_scale_are_divergence(start, monkeypatch)
 
     monkeypatch.setattr(GPT, "compute_loss", overflowing)
     with pytest.raises(DivergedError, match=r"loss 5\.\d+, gradient norm (nan|inf)"):
-        trainer.train_step(training)
+        loop.train_step(training)
     assert training.progress.loss_scale == 1

@@ -35,7 +35,7 @@ from gptmini.train.messages import (
     report_spike,
     say_header_lines,
 )
-from gptmini.train.state import OwnParts, Training
+from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
@@ -47,7 +47,7 @@ MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minutes again
 
 
-def train(plan: Plan, out: Path, own: OwnParts | None = None) -> bool:
+def train(plan: Plan, out: Path, own: CustomParts | None = None) -> bool:
     """Train a run to its last step, resuming it if it exists; False if it was finished already.
 
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
@@ -114,7 +114,10 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
     progress = training.progress
     step_tokens = settings.batch_size * training.config.seq_len
     started = time.perf_counter()
-    metrics = train_step(training)
+    try:
+        metrics = train_step(training)
+    except DivergedError as error:
+        raise DivergedError(describe_divergence(training, str(error))) from None
     progress.step += 1
     progress.tokens += step_tokens
     progress.seconds += time.perf_counter() - started

@@ -23,7 +23,7 @@ from gptmini.plan import recipe
 from gptmini.plan.reconcile import check_same_request
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, trainer
+from gptmini.train import build, loop
 from gptmini.train.checkpoint import create_run, save_checkpoint
 from gptmini.train.messages import say_header_lines
 from tests.support import prepared, tiny
@@ -65,7 +65,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
     """Do something to the process in the middle of its n-th update."""
-    update = trainer.train_step
+    update = loop.train_step
     made = 0
 
     def counting(training):
@@ -75,7 +75,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
             act()
         return update(training)
 
-    monkeypatch.setattr(trainer, "train_step", counting)
+    monkeypatch.setattr(loop, "train_step", counting)
 
 
 class Killed(BaseException):
@@ -151,7 +151,7 @@ def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_s
         norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
         assert 0.01 < norm < 1e9
         optimizer.step = rates.append  # type: ignore[method-assign]
-        metrics = trainer.train_step(training)
+        metrics = loop.train_step(training)
         rate = config.train.lr * {2: 3 / 5, 5: 1}[step]
         assert rates.pop() == metrics["lr"] == pytest.approx(rate)
         assert metrics["train_loss"] == pytest.approx(expected_loss.item(), rel=1e-5)
@@ -176,7 +176,7 @@ def test_accumulated_gradients_train_as_the_large_batch(train, text_file):
 
 def count_steps_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set a clock by which step n takes n seconds."""
-    update = trainer.train_step
+    update = loop.train_step
     now = 0.0
 
     def timed(training: Any) -> Any:
@@ -184,8 +184,8 @@ def count_steps_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         now += training.step + 1
         return update(training)
 
-    monkeypatch.setattr(trainer, "train_step", timed)
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(loop, "train_step", timed)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now))
 
 
 def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before(
@@ -269,8 +269,8 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
         )
         training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
         for _ in range(30):
-            trainer.train_step(training)
-        samples.append(trainer.generate_sample(training))
+            loop.train_step(training)
+        samples.append(loop.generate_sample(training))
         tokenizer = training.corpus.tokenizer
         model = training.model
         same_model = Run(tmp_path, training.config, tokenizer, model, cache=tmp_path / "cache")
@@ -286,9 +286,9 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
 def test_little_training_gets_short_samples(steps, expected):
     train = {"steps": steps, "batch_size": 25, "eval_every": 100}
     config = tiny(train=train, sample={"max_new_tokens": 256})
-    assert trainer._limit_sample_tokens(config) == expected
+    assert loop._limit_sample_tokens(config) == expected
     shorter = tiny(train=train, sample={"max_new_tokens": 8})
-    assert trainer._limit_sample_tokens(shorter) == 8
+    assert loop._limit_sample_tokens(shorter) == 8
 
 
 def test_a_ban_of_several_tokens_is_refused_before_the_first_step(text_file, tmp_path):
@@ -600,7 +600,7 @@ def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monke
         monkeypatch.setattr(training.batches, "get_batch", lambda _: (row[:, :-1], row[:, 1:]))
         training.progress.step = step
         losses.clear()
-        trainer.train_step(training)
+        loop.train_step(training)
         return [value.item() for value in losses]
 
     monkeypatch.setattr(GPT, "compute_loss", note)
@@ -617,7 +617,7 @@ def test_auto_device_is_there():
 
 def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypatch, capsys):
     """Best at step 12 of 60, evaluated each third step: the cool-down from 18 on counts."""
-    assess = trainer.evaluate_validation
+    assess = loop.evaluate_validation
 
     def turning(training: Any) -> Any:
         found = assess(training) | {"val_loss": 5.0 + abs(training.step - 12)}
@@ -625,7 +625,7 @@ def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypa
             training.progress.best = training.progress.best | {"step": 12}
         return found
 
-    monkeypatch.setattr(trainer, "evaluate_validation", turning)
+    monkeypatch.setattr(loop, "evaluate_validation", turning)
     config = tiny(
         data={"path": str(text_file)}, train={"steps": 60, "patience": 4, "warmup_steps": 2}
     )
