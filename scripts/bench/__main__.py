@@ -6,6 +6,7 @@
   attention  a layer by variant, length and window: training, decoding, cache
   first      the commands of the README
   generate   tokens per second beside transformers on the same weights
+  gpu        training and generation on a GPU, beside nanoGPT
   learning   what recipes learn from the same tokens
   llama      tokens per second beside llama.cpp on the same weights
   memory     a step with and without gradient checkpointing
@@ -36,6 +37,7 @@ BENCHMARKS = (
     "attention",
     "first",
     "generate",
+    "gpu",
     "learning",
     "llama",
     "memory",

@@ -1,9 +1,6 @@
 """What people see while a run trains, and texts on a terminal."""
 
-import errno
-import io
 import re
-import sys
 import threading
 import time
 
@@ -174,20 +171,6 @@ def test_words_of_printed_commands_are_quoted_for_the_users_shell(monkeypatch):
     monkeypatch.setattr(console, "IS_WINDOWS", True)
     words = [r"C:\runs\my-run_1.0", "my run", "R&D", "it's"]
     assert [console.quote(word) for word in words] == [words[0], '"my run"', '"R&D"', '"it\'s"']
-
-
-def test_windows_reports_a_closed_pipe_as_an_invalid_argument(monkeypatch):
-    class ClosedPipe(io.StringIO):
-        def write(self, _: str) -> int:
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(sys, "stdout", ClosedPipe())
-    monkeypatch.setattr(console, "discard_stdout", lambda: None)
-    with pytest.raises(OSError, match="Invalid"):
-        console.stream_to_stdout(["a"])
-    monkeypatch.setattr(console, "IS_WINDOWS", True)
-    assert not console.stream_to_stdout(["a"])
-    assert not console.is_closed_pipe(OSError(errno.EINVAL, "Invalid argument", "a file"))
 
 
 def test_columns_are_aligned_on_a_terminal_where_some_characters_take_two():

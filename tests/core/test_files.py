@@ -3,7 +3,6 @@ import os
 import stat
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -97,108 +96,6 @@ def test_a_failed_output_is_named_as_the_user_named_it(tmp_path: Path):
         files.atomic_write_bytes(long, b"")
     assert too_long.value.filename == str(long)
     assert not list(tmp_path.iterdir())
-
-
-# -- Windows ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits of a process that believes it is on Windows."""
-    waits: list[float] = []
-    monkeypatch.setattr(files, "IS_WINDOWS", True)
-    monkeypatch.setattr(files.time, "sleep", waits.append)
-    return waits
-
-
-def refuse_replacing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Let a virus scanner have the file open for some attempts."""
-    replace = os.replace
-    attempts = iter(range(times))
-
-    def refusing(source: Path, target: Path) -> None:
-        if next(attempts, None) is not None:
-            raise PermissionError(errno.EACCES, "Access is denied", str(source))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", refusing)
-
-
-def test_a_rename_waits_for_whoever_has_the_file_open(tmp_path, monkeypatch, windows):
-    refuse_replacing(monkeypatch, times=3)
-    files.atomic_write_bytes(tmp_path / "a", b"content")
-    assert (tmp_path / "a").read_bytes() == b"content"
-    assert windows == list(files.RENAME_DELAYS_SECONDS[:3])
-    refuse_replacing(monkeypatch, times=100)
-    with pytest.raises(PermissionError):
-        files.atomic_write_bytes(tmp_path / "b", b"content")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_elsewhere_a_refused_rename_fails_at_once(tmp_path, monkeypatch):
-    refuse_replacing(monkeypatch, times=1)
-    with pytest.raises(PermissionError):
-        files.atomic_write_bytes(tmp_path / "a", b"content")
-
-
-def test_a_folder_that_others_read_is_removed_later(tmp_path, monkeypatch, windows):
-    old = tmp_path / "old"
-    old.mkdir()
-    refuse_replacing(monkeypatch, times=100)
-    files.remove_tree(old)
-    assert old.is_dir()
-    monkeypatch.undo()
-    files.remove_tree(old)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_windows_locks_a_file_in_the_folder_of_an_output(tmp_path, monkeypatch, windows):
-    def locking(descriptor: int, mode: int, size: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(errno.EACCES, "Permission denied") from None
-
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setitem(sys.modules, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2))
-    test_of_two_writers_of_an_output_the_second_is_told(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize(("error", "locked"), [(None, True), ("EACCES", False), ("ENOLCK", True)])
-def test_windows_locks_a_byte_that_nobody_reads(error, locked, tmp_path, monkeypatch, windows):
-    places = []
-
-    def locking(descriptor: int, mode: int, size: int) -> None:
-        places.append(os.lseek(descriptor, 0, os.SEEK_CUR))
-        if error is not None:
-            raise OSError(getattr(errno, error), "")
-
-    fake = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
-    monkeypatch.setitem(sys.modules, "msvcrt", fake)
-    (tmp_path / "lock").write_text("process 1")
-    with (tmp_path / "lock").open("a+") as file:
-        assert files.try_lock(file.fileno()) == locked
-        assert places == [1 << 30]
-        file.seek(0)
-        assert file.read() == "process 1"
-
-
-def test_a_disk_that_cannot_flush_its_own_cache_is_synced_all_the_same(tmp_path, monkeypatch):
-    """F_FULLFSYNC of macOS, which network drives and exFAT refuse."""
-    synced = []
-    fcntl = types.SimpleNamespace(F_FULLFSYNC=51)
-
-    def refuse(descriptor: int, command: int) -> None:
-        raise OSError(errno.ENOTSUP, "not supported")
-
-    fcntl.fcntl = refuse
-    monkeypatch.setitem(sys.modules, "fcntl", fcntl)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(os, "fsync", synced.append)
-    with (tmp_path / "a").open("wb") as file:
-        files.sync(file.fileno())
-        assert synced == [file.fileno()]
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])

@@ -255,16 +255,3 @@ def test_peak_memory_is_known_where_the_system_keeps_no_peak(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(machine.Path, "read_text", lambda path: "Name: gptmini\nVmRSS:\t1 kB\n")
     assert machine.get_peak_memory(cpu) >= psutil.Process().memory_info().rss / 2
-
-
-def test_a_mac_without_apples_tools_has_no_compiler_to_ask(monkeypatch):
-    """There /usr/bin/g++ opens a window that offers to install them."""
-    installed = {"g++": "/usr/bin/g++", "clang++": "/opt/homebrew/bin/clang++"}
-    monkeypatch.setattr(machine.shutil, "which", installed.get)
-    assert machine.find_compiler("g++") == "/usr/bin/g++"
-    assert machine.find_compiler("cl") is None
-    monkeypatch.setattr(machine.sys, "platform", "darwin")
-    for code, found in ((0, "/usr/bin/g++"), (2, "/opt/homebrew/bin/clang++")):
-        done = subprocess.CompletedProcess([], code)
-        monkeypatch.setattr(machine.subprocess, "run", lambda *_, done=done, **__: done)
-        assert machine.find_compiler("g++", "clang++") == found

@@ -2,9 +2,11 @@
 
     python -m tests.promises.single_process FOLDER COMMANDS
 
-See commands.py for both.
+COMMANDS are JSON, and so is the last line of stderr: their exit codes.
 """
 
+import json
+import os
 import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
@@ -25,7 +27,21 @@ sys.meta_path.insert(0, WithoutDistributed())
 
 import torch
 
-from tests.promises.commands import run_all
+from gptmini.cli import app
+
+
+def run_all(folder: str, commands: str) -> None:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    codes = []
+    for words in json.loads(commands):
+        sys.argv = ["gptmini", *words]
+        try:
+            app.main()
+        except SystemExit as end:
+            codes.append(end.code or 0)
+    print(json.dumps(codes), file=sys.stderr)
+
 
 if __name__ == "__main__":
     assert not torch.distributed.is_available()

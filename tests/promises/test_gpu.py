@@ -1,6 +1,6 @@
 """A GPU computes what a CPU does. Nothing of conftest.py is used, so that these run anywhere.
 
-`scripts/gpu_check` runs them on a bare machine, and on a CPU in place of the GPU in the suite.
+scripts/README.md says how to run them on a bare machine, and on a CPU in place of the GPU.
 """
 
 import copy

@@ -1,4 +1,3 @@
-import errno
 import hashlib
 import json
 import os
@@ -458,32 +457,6 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path: Path):
         raise ZeroDivisionError
     assert path.read_bytes() == b"one"
     assert os.listdir(tmp_path) == ["a"]
-
-
-def test_a_save_goes_on_beside_a_leftover_that_windows_cannot_remove(
-    run: RunDirectory, monkeypatch
-):
-    """Another process, such as a virus scanner, reads a file that a killed save has left."""
-    replace = os.replace
-
-    def refuse_leftover(source: Path, target: Path) -> None:
-        if (Path(source) / "held").exists():
-            raise PermissionError(errno.EACCES, "Access is denied", str(source))
-        replace(source, target)
-
-    monkeypatch.setattr(files, "IS_WINDOWS", True)
-    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(os, "replace", refuse_leftover)
-    leftover = run.checkpoints / ".tmp"
-    leftover.mkdir()
-    (leftover / "held").touch()
-    for step in (1, 2):
-        run.save(checkpoint(step))
-        assert run.list_steps()[0] == step
-    assert sorted(path.name for path in run.checkpoints.glob(".*")) == [".tmp"]
-    (leftover / "held").unlink()
-    run.save(checkpoint(3))
-    assert list(run.checkpoints.glob(".*")) == []
 
 
 def test_a_lock_that_is_no_file_is_named(run: RunDirectory):

@@ -325,28 +325,6 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     assert (code, "no-such-thing: no such configuration or run;" in err) == (2, True)
 
 
-class ChildOnWindows:
-    """A process that has ended when asked a second time; no signal can be sent to it."""
-
-    returncode = 0
-
-    def __init__(self) -> None:
-        self.answers = [None, 0]
-
-    def poll(self) -> int | None:
-        return self.answers.pop(0)
-
-    def send_signal(self, number: int) -> None:
-        raise ValueError(f"Unsupported signal: {number}")
-
-
-def test_ctrl_c_on_windows_reaches_the_training_without_us(monkeypatch):
-    received = nullcontext(ReceivedSignals(stop=signal.SIGINT))
-    monkeypatch.setattr(compare.machine, "catch_signals", lambda: received)
-    monkeypatch.setattr(compare.files, "IS_WINDOWS", True)
-    assert compare._wait(ChildOnWindows()) == 130
-
-
 def test_without_scipy_nothing_is_trained(gptmini, text_file, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     code, _, err = gptmini(*WORDS, "--seeds", "2", "--out", "compared")

@@ -4,7 +4,6 @@ import platform
 import random
 import shutil
 import stat
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,104 +233,6 @@ def test_a_compiler_that_hangs_is_given_up(
         "warning: g++: has not compiled the decoder within 0.1 seconds; generating with PyTorch, "
         "which is slower\n"
     )
-
-
-# What Apple's clang 14 says; what it accepts, a real compiler compiles.
-APPLES_CLANG = """#!/bin/sh
-echo "$*" >> {log}
-arguments=
-for word; do
-  case $word in
-    -march=native) echo "clang: error: unsupported argument 'native' to '-march='" >&2; exit 1;;
-    -mcpu=native) {on_mcpu};;
-    -Xclang) after_xclang=yes;;
-    -fopenmp) if [ -z "$after_xclang" ] || [ ! -f "{header}" ]; then exit 1; fi;;
-    -lomp | -Wl,* | -L* | -I*) ;;
-    *) arguments="$arguments $word";;
-  esac
-done
-{compile}
-"""
-
-
-def install_apples_clang(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> Path:
-    """Make this look like a Mac with Apple's clang; returns the file that lists its calls."""
-    log = folder / "calls"
-    compiler = folder / "clang++"
-    settings = {
-        "on_mcpu": ":",
-        "header": torch.__file__,  # instead of omp.h, which is in the Mac's package only
-        "compile": f"exec {shutil.which('g++')} $arguments",
-    }
-    compiler.write_text(APPLES_CLANG.format(log=log, **(settings | options)))
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    monkeypatch.setattr(build, "CPP_COMPILERS", ["clang++", "g++"])
-    monkeypatch.setattr(build, "sys", types.SimpleNamespace(platform="darwin"))
-    source = folder / "quick.cpp"
-    source.write_text('extern "C" int answer() { return 42; }')
-    monkeypatch.setattr(build, "SOURCE_FILES", [source])
-    build.build_library.cache_clear()
-    return log
-
-
-def list_options(log: Path) -> list[str]:
-    """List the options that differ between the calls: the target and OpenMP."""
-    calls = [
-        call.split(".cpp ")[1].split(" -o ")[0].split() for call in log.read_text().splitlines()
-    ]
-    varying = ("-march=native", "-mcpu=native", "-fopenmp", "-lomp")
-    return [" ".join(word for word in call if word in varying) for call in calls]
-
-
-@needs_posix
-@needs_compiler
-def test_apples_clang_gets_a_target_that_it_knows_and_torchs_openmp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    log = install_apples_clang(tmp_path, monkeypatch)
-    library = build.build_library(tmp_path / "cache")
-    assert library is not None
-    assert library.answer() == 42
-    assert capsys.readouterr().err == ""
-    openmp = "-fopenmp -lomp"
-    assert list_options(log) == [
-        f"-march=native {openmp}",
-        "-march=native",
-        f"-mcpu=native {openmp}",
-    ]
-    torch_folder = Path(torch.__file__).parent
-    last = log.read_text().splitlines()[-1]
-    assert f"-Xclang -fopenmp -I{torch_folder}/include -L{torch_folder}/lib -lomp" in last
-    assert f"-Wl,-rpath,{torch_folder}/lib " in last
-    assert [path.suffix for path in (tmp_path / "cache" / "native").iterdir()] == [".so"]
-
-
-@needs_posix
-@needs_compiler
-def test_a_mac_whose_torch_lacks_openmp_computes_with_one_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    log = install_apples_clang(tmp_path, monkeypatch, header="/none", on_mcpu="exit 1")
-    library = build.build_library(tmp_path / "cache")
-    assert library is not None
-    assert list_options(log)[-2:] == ["-fopenmp -lomp", ""]
-
-
-@needs_posix
-def test_a_compiler_that_refuses_everything_is_asked_six_times_and_quoted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    refuse = "echo 'clang: error: no SDK' >&2; exit 1"
-    log = install_apples_clang(tmp_path, monkeypatch, compile=refuse)
-    assert build.build_library(tmp_path / "cache") is None
-    assert build.build_library(tmp_path / "cache") is None
-    assert len(list_options(log)) == 6
-    assert capsys.readouterr().err == (
-        "warning: clang++: cannot compile the decoder (clang: error: no SDK); generating with "
-        "PyTorch, which is slower\n"
-    )
-    assert list((tmp_path / "cache" / "native").iterdir()) == []
 
 
 @needs_posix
