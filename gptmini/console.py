@@ -12,7 +12,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -153,75 +153,6 @@ def escape_line(text: str) -> str:
 def _escape(character: str) -> str:
     is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
     return ascii(character)[1:-1] if is_control or character in LINE_CONTROLS else character
-
-
-class TrainingProgressBar:
-    """Show the progress of training: a bar on a terminal, otherwise lines.
-
-    Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
-    """
-
-    def __init__(self, step: int, steps: int) -> None:
-        self._step = step
-        self._steps = steps
-        self._announced_steps = steps
-        self._completed = 0  # steps by this command
-        self._started = time.perf_counter()
-        self._loss = ""
-        self._rates = ""  # learning rate and speed, as last logged
-        self._on_terminal = is_interactive()
-        self._bar = tqdm(
-            total=steps,
-            initial=step,
-            bar_format="{desc} |{bar}|",
-            dynamic_ncols=True,
-            leave=False,
-            disable=not self._on_terminal,
-        )
-
-    def set_steps(self, steps: int, minutes: float) -> None:
-        """Change the number of steps, to fit the minutes; a change of more than 2 % gets a line."""
-        self._steps = steps
-        self._bar.total = steps
-        if abs(steps - self._announced_steps) > 0.02 * self._announced_steps:
-            self._announced_steps = steps
-            say(f"  now {format_count(steps, 'step')}, to fit {format_count(minutes, 'minute')}")
-
-    def advance(self, loss: float) -> None:
-        """Count a step and show its loss."""
-        self._loss = f"  loss {loss:.4f}"
-        self._step += 1
-        self._completed += 1
-        self._bar.set_description_str(self._format_line(), refresh=False)
-        self._bar.update()
-
-    def show(self, metrics: dict[str, Any]) -> None:
-        """Show the metrics of this step; those of an evaluation get a line on a terminal too."""
-        if "train_loss" in metrics:
-            speed = f"{metrics['tokens_per_second']:,.0f} tok/s"
-            self._rates = f"  lr {metrics['lr']:.1e}  {speed}"
-            self._bar.set_description_str(self._format_line())
-            if not self._on_terminal:
-                say(self._format_line())
-        if "val_loss" in metrics:
-            bits = f"{metrics['val_bpb']:.3f} bits/byte"
-            say(f"{self._format_position()}  val {metrics['val_loss']:.4f}  {bits}")
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
-
-    def _format_position(self) -> str:
-        steps = str(self._steps)
-        return f"step {self._step:{len(steps)}}/{steps} {self._step / self._steps:4.0%}"
-
-    def _format_line(self) -> str:
-        line = self._format_position() + self._loss + self._rates
-        if self._completed == 0 or self._step >= self._steps:
-            return line
-        seconds_per_step = (time.perf_counter() - self._started) / self._completed
-        seconds_left = seconds_per_step * (self._steps - self._step)
-        return f"{line}  {format_duration(seconds_left)} left"
 
 
 def format_bytes(size: float) -> str:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from gptmini.generate.run import Run
     from gptmini.plan.plan import Plan
 
+FEW_STEPS = 20  # after which a new model writes noise
+
 
 def train(
     config: ConfigName = None,
@@ -108,6 +110,14 @@ def train(
         end = started + 60 * settings.train.minutes
         end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
     _show_sample(run, plan, end)
+    steps = run.config.train.steps
+    if steps < FEW_STEPS and run.config.base.run is None:
+        option = "--minutes" if plan.requested.steps_follow_minutes else "--steps"
+        console.say(
+            f"\n{console.format_count(steps, 'step')}: too few for a model, so this is noise; "
+            f"pass a larger {option}"
+        )
+        return
     ask = "continue your own prompt with"
     chat = ""
     if plan.corpus.has_ignored:  # it learned to answer

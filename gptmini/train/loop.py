@@ -12,7 +12,7 @@ from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config
-from gptmini.console import TrainingProgressBar, iter_with_progress, say
+from gptmini.console import iter_with_progress, say
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
@@ -35,6 +35,7 @@ from gptmini.train.messages import (
     report_spike,
     say_header_lines,
 )
+from gptmini.train.progress_bar import TrainingProgressBar
 from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 

@@ -1,95 +1,11 @@
-"""What people see while a run trains, and texts on a terminal."""
+"""Lines and texts on a terminal."""
 
 import re
 import threading
-import time
 
 import pytest
 
 from gptmini import console
-from gptmini.console import TrainingProgressBar
-
-
-class Clock:
-    now = 0.0
-
-
-@pytest.fixture
-def clock(monkeypatch) -> type[Clock]:
-    monkeypatch.setattr(Clock, "now", 0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
-    return Clock
-
-
-TRAINED = {"train_loss": 1.81524, "lr": 0.002, "tokens_per_second": 22346.2, "grad_norm": 1.0}
-EVALUATED = {"val_loss": 1.74213, "val_bpb": 2.51311}
-
-
-def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsys):
-    progress = TrainingProgressBar(60, 600)
-    for _ in range(20):
-        clock.now += 0.1827
-        progress.advance(1.81524)
-    progress.show(TRAINED)
-    progress.show(EVALUATED)
-    progress.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left",
-        "step  80/600  13%  val 1.7421  2.513 bits/byte",
-    ]
-
-
-def test_the_time_left_follows_the_plan(clock, capsys):
-    progress = TrainingProgressBar(0, 10)
-    for _ in range(3):
-        clock.now += 60
-        progress.advance(1.81524)
-    progress.set_steps(93, 1.0)
-    progress.show(TRAINED)  # 90 steps of a minute
-    progress.set_steps(3, 1.0)
-    progress.show(TRAINED)
-    longer, first, shorter, last = capsys.readouterr().err.splitlines()
-    assert longer == "  now 93 steps, to fit 1 minute"
-    assert shorter == "  now 3 steps, to fit 1 minute"
-    assert first.endswith("tok/s  1h30m left")
-    assert last == "step 3/3 100%  loss 1.8152  lr 2.0e-03  22,346 tok/s"
-
-
-def test_a_line_fits_80_columns(clock, capsys):
-    progress = TrainingProgressBar(0, 100_000)
-    clock.now = 1.0
-    progress.advance(1.81524)
-    progress.show(TRAINED | {"train_loss": 10.5, "tokens_per_second": 1_234_567.0} | EVALUATED)
-    assert all(len(line) <= 80 for line in capsys.readouterr().err.splitlines())
-
-
-def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    progress = TrainingProgressBar(60, 600)
-    clock.now = 1.0
-    progress.advance(1.81524)
-    progress.show(TRAINED)
-    assert re.search(
-        r"\rstep  61/600  10%  loss 1.8152  lr 2.0e-03  22,346 tok/s  8:59 left \|.*\|",
-        capsys.readouterr().err,
-    )
-    progress.advance(1.7)  # between two lines of metrics
-    progress.show(EVALUATED)
-    err = capsys.readouterr().err
-    assert "step  62/600  10%  val 1.7421  2.513 bits/byte\n" in err
-    assert re.search(r"step  62/600  10%  loss 1.7000  lr 2.0e-03  22,346 tok/s", err)
-    progress.close()
-
-
-def test_only_a_change_of_more_than_2_percent_gets_a_line(clock, capsys):
-    progress = TrainingProgressBar(0, 1000)
-    for steps in (1010, 1020, 1021, 1030, 1200):
-        progress.set_steps(steps, 0.5)
-    progress.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "  now 1,021 steps, to fit 0.5 minutes",
-        "  now 1,200 steps, to fit 0.5 minutes",
-    ]
 
 
 def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):

@@ -55,7 +55,7 @@ DOORS = {  # the only modules that import a library
     "pyarrow": {"data.formats"},
     "urllib": {"data.fetch"},
     "huggingface_hub": {"hub"},
-    "tqdm": {"console"},
+    "tqdm": {"console", "train.progress_bar"},
     "safetensors": {"runs.tensors", "extras.interop.huggingface"},
     "gguf": {"extras.interop.gguf"},
     "transformers": {"extras.interop.export"},

@@ -98,6 +98,7 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     words = ["train", "--data", str(text_file), *SMALL]
     code, _, err = gptmini(*words)
     assert (code, "sample from the best checkpoint" in err) == (0, True)
+    assert err.endswith("\n4 steps: too few for a model, so this is noise; pass a larger --steps\n")
     assert "0:00" not in next(line for line in err.splitlines() if line.startswith("  run "))
     code, _, err = gptmini(*words)
     assert (code, "already finished" in err) == (0, True)
