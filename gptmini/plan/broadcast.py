@@ -17,10 +17,10 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.distributed.group import Group
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.plan.fit import Machine
 from gptmini.plan.plan import Plan, Requested
 from gptmini.plan.recipe import measure_corpus
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import Machine
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import parse_tokenizer
 

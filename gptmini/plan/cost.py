@@ -1,13 +1,39 @@
-"""Count what a model costs, by arithmetic: parameters, operations, bytes of its KV cache.
+"""Count what a model costs, by arithmetic: parameters, operations, memory, bytes of its KV cache.
 
 Letters: T positions, V vocabulary, L layers, D width, F inner width, H query heads, G KV heads,
 K head size.
 """
 
-from gptmini.config.settings import ModelConfig
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+from gptmini.config.settings import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from gptmini.machine import Compute
 
 # The best use of compute (Hoffmann et al. 2022).
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
+# What the formula for activations leaves out, and what allocators keep of freed blocks.
+ACTIVATIONS_MARGIN = 1.25
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that training holds at its peak.
+
+    `activations` is everything above the first three: what the forward pass keeps for the backward
+    pass, or the optimizer's temporaries. Writing a checkpoint takes none.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        return sum(astuple(self))
 
 
 def count_parameters_by_part(config: ModelConfig) -> dict[str, int]:
@@ -89,6 +115,57 @@ def count_training_flops(config: ModelConfig, seq_len: int, checkpointing: bool 
     parts = count_forward_flops(config, seq_len)
     again = parts["attention"] + parts["mlp"] if checkpointing else 0
     return 3 * sum(parts.values()) + again
+
+
+def estimate_memory(config: Config, compute: "Compute") -> Memory:
+    """Estimate the memory of a training run; `micro_batch_size` must be set.
+
+    Of 150 runs on a CPU whose every tensor was counted, in both number types, it gave 0.94 to 1.9
+    times the peak, in the median 1.15 times.
+    """
+    model = config.model
+    train = config.train
+    parts = count_parameters_by_part(model)
+    weights = 4 * sum(parts.values())
+    matrices = parts["attention"] + parts["mlp"]
+    head = (model.vocab_size or 0) * model.d_model
+    state = 2 * weights  # two moments in float32, but one for the matrices that Muon updates
+    itemsize = compute.dtype.itemsize
+    orthogonalizing = 0
+    if train.optimizer == "muon":
+        state -= 4 * matrices
+        orthogonalizing = int(3.4 * itemsize * matrices)  # several copies of most of them
+    rows = train.micro_batch_size or train.batch_size
+    # A gradient that is added to that of the pass before, or to that of the embedding.
+    passing = 4 * max(head, model.d_model * model.d_ff)
+    if rows < train.batch_size and model.tie_embeddings:
+        passing *= 2
+    if itemsize < 4:
+        passing += itemsize * (matrices + head)  # weights that autocast has converted
+    kept = rows * config.seq_len * _count_bytes_kept_per_token(config, compute)
+    activations = int(ACTIVATIONS_MARGIN * max(kept + passing, orthogonalizing))
+    return Memory(weights, weights, state, activations)
+
+
+def _count_bytes_kept_per_token(config: Config, compute: "Compute") -> int:
+    """Count what a forward pass keeps of a token for the backward pass, and its logits."""
+    model = config.model
+    itemsize = compute.dtype.itemsize
+    residual = 8 + 2 * itemsize  # the stream and its norms, in float32, and what goes in and out
+    if model.dropout:
+        residual += 2 * itemsize
+    inner = 4 if model.activation == "swiglu" else 2
+    heads = 3 * (model.n_head + model.n_kv_head) * model.head_dim  # q, k, v and the result
+    block = residual * model.d_model + itemsize * (inner * model.d_ff + heads)
+    scores = itemsize * model.n_head * config.seq_len
+    if model.attention.backend == "eager" or model.attention.weight_dropout:
+        block += 5 * scores
+    elif compute.device.type == "cpu" and itemsize < 4 and config.seq_len < 1024:
+        block += 2 * scores  # attention without a fused kernel
+    blocks = model.n_layer * block
+    if config.train.gradient_checkpointing:
+        blocks = block + model.n_layer * itemsize * model.d_model
+    return blocks + 12 * model.d_model + 4 * (model.vocab_size or 0)
 
 
 def count_cache_bytes(config: ModelConfig, positions: int, element: int = 4) -> int:

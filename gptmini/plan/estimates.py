@@ -29,7 +29,6 @@ class Estimates:
     """What planning assumes of a device.
 
     max_tokens_per_pass: a forward pass of more tokens is no faster; None: as many as fit.
-    proxy_tokens: tokens of a pass that is timed in place of a larger one.
     probe_rows, probe_length: the pass by which fine-tuning finds how large a batch may be.
     compile_speedup: how much faster passes become where torch.compile pays.
     compile_seconds: what compiling takes.
@@ -40,7 +39,6 @@ class Estimates:
     """
 
     max_tokens_per_pass: int | None
-    proxy_tokens: int
     probe_rows: int
     probe_length: int
     compile_speedup: float
@@ -78,7 +76,6 @@ CPU_MANY_EPOCHS = (
 
 CPU = Estimates(
     max_tokens_per_pass=8192,  # more leave the caches
-    proxy_tokens=8192,
     probe_rows=1,
     probe_length=64,
     compile_speedup=1.2,  # 1.05 to 1.45
@@ -104,7 +101,6 @@ ACCELERATOR_MODELS = (
 # their kernels, which says nothing of larger ones.
 ACCELERATOR = Estimates(
     max_tokens_per_pass=None,
-    proxy_tokens=65_536,
     probe_rows=16,
     probe_length=1024,
     compile_speedup=1.35,  # scripts/LOG.md, 2026-11-26

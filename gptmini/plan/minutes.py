@@ -9,13 +9,13 @@ from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
 from gptmini.plan.estimates import CandidateModel
-from gptmini.plan.fit import (
+from gptmini.plan.recipe import TextSize, compute_useful_steps, reads_often
+from gptmini.plan.timing import (
     SECONDS_AFTER_EVALUATION,
     Machine,
     StepTime,
     estimate_evaluation_seconds,
 )
-from gptmini.plan.recipe import TextSize, compute_useful_steps, reads_often
 
 StepAndSeconds = tuple[int, float]  # a step, and the seconds of all updates so far
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from gptmini.config.settings import Config
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.group import SINGLE_PROCESS, Group
-from gptmini.plan.fit import Machine, StepTime
 from gptmini.plan.recipe import TextSize
+from gptmini.plan.timing import Machine, StepTime
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 

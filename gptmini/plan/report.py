@@ -1,31 +1,28 @@
 """Estimate what a training run will take before it starts, and print it, for `gptmini size`.
 
-Everything but the minutes on this machine is computed without making any weights. The estimates are
-JSON data, which `--json` prints as it is and `format_report` writes for people.
+No weights are made: the minutes follow from the operations, at the speed of a matrix product here.
+The estimates are JSON data, which `--json` prints as it is and `format_report` writes for people.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, format_table
-from gptmini.data.token_file import Corpus
 from gptmini.plan import cost
-from gptmini.plan.fit import (
-    Machine,
-    estimate_evaluation_seconds,
-    is_worth_compiling,
-    make_proxy,
-    predict_step_time,
-)
-from gptmini.plan.memory import Memory, estimate_memory
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import (
+    Machine,
+    estimate_evaluation_seconds,
+    is_worth_compiling,
+    predict_seconds_per_step,
+)
 
 # The KV cache is listed at these multiples of the context length.
 CACHE_CONTEXTS = (1, 4, 16)
@@ -74,10 +71,9 @@ def _describe_text(plan: Plan) -> dict[str, Any]:
     }
 
 
-def describe_memory(memory: Memory, program: int, allocator_overhead: float) -> dict[str, int]:
-    """Add the bytes of Python and torch, and what the allocator holds beyond the activations."""
-    held = replace(memory, activations=int(allocator_overhead * memory.activations))
-    return {**asdict(held), "program": program, "peak": held.peak + program}
+def describe_memory(memory: cost.Memory, program: int) -> dict[str, int]:
+    """Add the bytes of Python and torch."""
+    return {**asdict(memory), "program": program, "peak": memory.peak + program}
 
 
 def _list_cache_sizes(model: ModelConfig) -> list[dict[str, Any]]:
@@ -108,65 +104,47 @@ def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
     config = plan.config
     compute = plan.machine.compute
     train = config.train
-    memory = estimate_memory(config, compute)
+    memory = cost.estimate_memory(config, compute)
     otherwise = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
-    memory_otherwise = estimate_memory(otherwise, compute)
+    program = machine.get_resident_memory(compute.device)
     if memory.peak > plan.machine.get_total_memory():
-        program = 0
-        overhead = 1.0
         time = {"memory": f"the memory of this machine, {compute.device.type}", "fits": False}
     else:
-        program, overhead, time = _measure_steps(config, plan.corpus, plan.machine)
+        time = _estimate_time(config, plan.corpus.held_out, plan.machine)
     return {
-        "memory": describe_memory(memory, program, overhead),
-        "memory_otherwise": describe_memory(memory_otherwise, program, overhead)["peak"],
+        "memory": describe_memory(memory, program),
+        "memory_otherwise": cost.estimate_memory(otherwise, compute).peak + program,
         "micro_batch_size": train.micro_batch_size,
         "time": time,
     }
 
 
-def _measure_steps(
-    config: Config, corpus: Corpus, here: Machine
-) -> tuple[int, float, dict[str, Any]]:
-    """Measure steps of this shape on this machine.
-
-    Returns the bytes of the program, the factor by which activations grow in the allocator (glibc's
-    heap keeps what is freed and gets up to twice as large as its content), and the times.
-    """
+def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, Any]:
+    """Estimate how long training takes, with its evaluations."""
     train = config.train
-    compute = here.compute
-    small = make_proxy(config, compute.device)
     estimates = here.estimates
-    # The smallest step first: what it leaves resident is torch itself and its kernels.
-    predict_step_time(small.with_train(batch_size=1, micro_batch_size=1), compute)
-    program = machine.get_resident_memory(compute.device)
-    step_time = predict_step_time(config, compute)
-    memory = estimate_memory(small, compute)
-    added = machine.get_resident_memory(compute.device) - program
-    grown = added - memory.weights - memory.gradients
-    overhead = max(1.0, grown / memory.activations)
-    compiled = is_worth_compiling(config, step_time.passes * train.steps, here)
-    speedup = estimates.compile_speedup if compiled else 1
-    per_step = step_time.passes / speedup + step_time.update
-    per_evaluation = estimate_evaluation_seconds(config, step_time.passes, corpus.held_out)
+    per_step = predict_seconds_per_step(config, here.compute)
+    per_evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = math.ceil(train.steps / train.eval_every)
     if config.base.run is not None:
         evaluations += 1  # of the base, before the first step
+    compiled = is_worth_compiling(config, per_step * train.steps, here)
+    if compiled:
+        per_step /= estimates.compile_speedup
     # The first step allocates for all the others and takes twice the time.
     seconds = (
         estimates.startup_seconds + (train.steps + 1) * per_step + evaluations * per_evaluation
     )
     if compiled:
         seconds += estimates.compile_seconds
-    time = {
-        "on": f"this machine, {compute.device.type}",
+    return {
+        "on": f"this machine, {here.compute.device.type}",
         "seconds_per_step": per_step,
         "compiled": compiled,
         "evaluations": evaluations,
         "seconds_per_evaluation": per_evaluation,
         "minutes": seconds / 60,
     }
-    return program, overhead, time
 
 
 # -- the report in words ---------------------------------------------------------------------------
@@ -186,7 +164,7 @@ def format_report(facts: dict[str, Any], speed: list[str] | None = None) -> list
 {_format_parameters(parts)}
 compute     {flops["training"]} per token, {flops["forward"]} of it forward
             (6 per parameter would be {flops["six_times_parameters"]})
-memory      {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch_size"]}
+memory      about {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch_size"]}
             weights {mib["weights"]}, gradients {mib["gradients"]}, optimizer {mib["optimizer"]}
             activations {mib["activations"]}{more}
             {otherwise} gradient checkpointing {_format_mib(facts["memory_otherwise"])} MiB
@@ -277,11 +255,11 @@ def _format_long_duration(seconds: float) -> str:
     if seconds < 1.5:
         return "about a second"
     if seconds < 60:
-        return f"{seconds:.0f} seconds"
+        return f"about {seconds:.0f} seconds"
     for unit, length in (("days", 86_400), ("hours", 3600)):
         if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds / 60:.1f} minutes"
+            return f"about {seconds / length:,.1f} {unit}"
+    return f"about {seconds / 60:.1f} minutes"
 
 
 def format_si(number: float) -> str:

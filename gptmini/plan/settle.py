@@ -18,13 +18,6 @@ from gptmini.errors import DataError
 from gptmini.machine import keep_freed_memory, pick_compute
 from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.fit import (
-    Machine,
-    choose_micro_batch_size,
-    shard_if_needed,
-    split_batch,
-    try_compile,
-)
 from gptmini.plan.plan import Plan, Requested
 from gptmini.plan.recipe import (
     TextSize,
@@ -36,6 +29,13 @@ from gptmini.plan.recipe import (
     reads_often,
 )
 from gptmini.plan.reconcile import reconcile
+from gptmini.plan.timing import (
+    Machine,
+    choose_micro_batch_size,
+    shard_if_needed,
+    split_batch,
+    try_compile,
+)
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import describe_changed_text
 

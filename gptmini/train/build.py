@@ -16,8 +16,8 @@ from gptmini.errors import ConfigError
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cuda_graph import Loss, create_loss
-from gptmini.plan.fit import compile_blocks
 from gptmini.plan.plan import Plan
+from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, GivenBatches, seed_from

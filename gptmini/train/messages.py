@@ -7,7 +7,6 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
-from gptmini.plan.memory import Memory, approximate_memory
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
@@ -35,7 +34,7 @@ def say_header_lines(training: Training, plan: Plan) -> None:
     train = training.config.train
     epochs = count_epochs(training.config, training.text_size)
     say_header(_describe_length(training, plan, epochs))
-    memory = approximate_memory(training.config, training.compute)
+    memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.placement.is_sharded:
         say_header(_describe_memory(memory))
@@ -123,7 +122,7 @@ def _describe_machine(training: Training, plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def _describe_memory(memory: Memory) -> str:
+def _describe_memory(memory: cost.Memory) -> str:
     return (
         f"  memory    about {format_bytes(memory.peak)} at the peak: weights and gradients "
         f"{format_bytes(memory.weights + memory.gradients)}, optimizer "

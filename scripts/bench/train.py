@@ -30,7 +30,7 @@ from bench.results import SHAKESPEARE, Extent, Table, check_text
 from gptmini.config.load import find_config_file, load_config
 from gptmini.machine import keep_freed_memory, pick_compute
 from gptmini.plan.cost import count_training_flops
-from gptmini.plan.fit import time_step
+from gptmini.plan.timing import time_step
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
 LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256

@@ -17,7 +17,7 @@ from gptmini.errors import ConfigError, MachineError
 from gptmini.generate import run as run_module
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
-from gptmini.plan import fit
+from gptmini.plan import timing
 from gptmini.train import evaluate_run, loop
 from tests.support import tiny, train
 
@@ -176,7 +176,7 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     note(loop, "evaluate")
     note(evaluate_run, "evaluate")
     train(config.with_train(compile="auto"), tmp_path / "run", tmp_path / "cache")
-    fit.time_step(config.with_tokenizer("byte", 257), machine.pick_compute("cpu", "float32"))
+    timing.time_step(config.with_tokenizer("byte", 257), machine.pick_compute("cpu", "float32"))
     evaluate_run.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
     assert seen == {
         "GPT.compute_loss": {1},

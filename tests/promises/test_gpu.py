@@ -21,7 +21,7 @@ from gptmini.machine import pick_compute
 from gptmini.model.attention import attend, make_mask
 from gptmini.model.gpt import GPT
 from gptmini.plan.cuda_graph import create_loss
-from gptmini.plan.fit import compile_blocks
+from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
 from gptmini.train import loop

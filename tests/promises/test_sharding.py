@@ -17,8 +17,8 @@ from gptmini.distributed.sharding import Sharded, ShardedInit
 from gptmini.errors import ConfigError, MachineError
 from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.fit import Machine
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import Machine
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from tests.support import POSITIONS, new_cache, tiny, train
 

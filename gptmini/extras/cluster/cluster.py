@@ -22,12 +22,13 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import show_elapsed
 from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
+from gptmini.extras.cluster.dry_run import StorageCounter, estimate_memory
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
-from gptmini.plan.fit import list_equivalent_world_sizes, split_batch
-from gptmini.plan.memory import Memory, StorageCounter, estimate_memory
+from gptmini.plan.cost import Memory
+from gptmini.plan.timing import list_equivalent_world_sizes, split_batch
 
 
 class Accelerator(NamedTuple):

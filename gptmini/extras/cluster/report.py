@@ -53,7 +53,7 @@ def _estimate_ranks(
     tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
     sharded = ", sharded" if shard else ""
     return {
-        "memory": describe_memory(plan.memory, 0, 1.0),
+        "memory": describe_memory(plan.memory, 0),
         "memory_otherwise": plan.memory_otherwise,
         "micro_batch_size": plan.config.train.micro_batch_size,
         "time": {

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmini.model import kernels
 from gptmini.model.kernels import Dropout, RMSNorm, cross_entropy_, linear_cross_entropy
-from gptmini.plan.memory import StorageCounter
+from tests.storages import StorageCounter
 
 
 @given(st.lists(st.integers(1, 5), max_size=3), st.integers(1, 33), st.integers(0, 99))

@@ -9,9 +9,9 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.machine import Compute
+from gptmini.plan.cost import Memory
 from gptmini.plan.estimates import Estimates, get_estimates
-from gptmini.plan.fit import Machine, StepTime
-from gptmini.plan.memory import Memory
+from gptmini.plan.timing import Machine, StepTime
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 GPU = Compute(torch.device("cuda"), torch.bfloat16)
@@ -22,14 +22,14 @@ class FakeMachine(Machine):
     """A machine that measures nothing.
 
     step: seconds of a step, the same for every run, or by its configuration; with None, a test that
-    times a step fails. row: bytes of the activations of a row; with None, a test that weighs one
-    fails. `timed` has the configurations of the steps that were timed.
+    times a step fails. row: bytes of the activations of a row. `timed` has the configurations of
+    the steps that were timed.
     """
 
     compute: Compute = CPU
     step: StepTime | Callable[[Config], StepTime] | None = None
     memory: int = 1 << 40
-    row: int | None = None
+    row: int = 0
     compiler: bool = False
     seconds_gone: Callable[[], float] = lambda: 0.0
     figures: Estimates | None = None
@@ -46,8 +46,7 @@ class FakeMachine(Machine):
         return self.memory
 
     def estimate_memory(self, config: Config) -> Memory:
-        assert self.row is not None, "weighed a row for nothing"
-        return Memory(0, 0, 0, self.row)
+        return Memory(0, 0, 0, self.row * (config.train.micro_batch_size or 1))
 
     def has_compiler(self) -> bool:
         return self.compiler

@@ -11,8 +11,8 @@ from gptmini.config.settings import Config
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
-from gptmini.plan import memory
-from gptmini.plan.memory import StorageCounter, approximate_memory, estimate_memory
+from gptmini.plan.cost import estimate_memory
+from tests.storages import StorageCounter
 from tests.support import tiny
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -46,6 +46,7 @@ def run_real_steps(
     return model, learner, held
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "checkpointing"),
     [
@@ -55,42 +56,17 @@ def run_real_steps(
         ("adamw", torch.bfloat16, True),
     ],
 )
-def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
-    """The same counting on real tensors, whose kernels choose for themselves what to keep."""
-    config = config_of(optimizer, gradient_checkpointing=checkpointing)
+def test_the_peak_is_about_that_of_real_steps(optimizer, dtype, checkpointing, passes):
+    train = {"batch_size": 8 * passes, "gradient_checkpointing": checkpointing}
+    config = config_of(optimizer, **train)
     compute = Compute(torch.device("cpu"), dtype)
-    model, learner, held = run_real_steps(config, compute)
+    model, learner, held = run_real_steps(config, compute, passes)
     found = estimate_memory(config, compute)
-    assert found.weights + found.gradients + found.optimizer + found.activations == pytest.approx(
-        held.peak, rel=0.02
-    )
+    assert 0.9 * held.peak < found.peak < 1.9 * held.peak
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    assert found.weights == pytest.approx(sum(weights.values()), rel=0.01)  # and rotary tables
-    assert found.optimizer == sum(tensor.nbytes for tensor in learner.state_dict().values())
-
-
-@pytest.mark.parametrize("passes", [2, 3])
-def test_the_second_pass_has_the_gradients_of_the_first(passes):
-    config = config_of("adamw", batch_size=8 * passes)
-    compute = Compute(torch.device("cpu"), torch.float32)
-    *_, held = run_real_steps(config, compute, passes)
-    found = estimate_memory(config, compute)
-    assert found.peak == pytest.approx(held.peak, rel=0.02)
-    alone = estimate_memory(config_of("adamw"), compute)
-    assert found.activations - alone.activations > 0.5 * found.gradients
-
-
-def test_what_is_released_is_not_counted():
-    with StorageCounter() as held:
-        one = torch.zeros(1000)
-        view = one[10:]
-        assert held.bytes == 4000
-        del one
-        assert held.bytes == 4000
-        del view
-        assert held.bytes == 0
-        torch.zeros(500)
-    assert held.peak == 4000
+    assert found.weights == sum(weights.values())
+    state = sum(tensor.nbytes for tensor in learner.state_dict().values())
+    assert found.optimizer == pytest.approx(state, rel=0.001)  # and counters of steps
 
 
 def test_windows_cost_activations_and_checkpointing_saves_them():
@@ -102,26 +78,7 @@ def test_windows_cost_activations_and_checkpointing_saves_them():
     assert few.weights == many.weights == saving.weights
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "checkpointing"),
-    [("muon", torch.bfloat16, True), ("adamw", torch.float32, False)],
-)
-def test_the_formula_comes_close_to_the_dry_run(optimizer, dtype, checkpointing, monkeypatch):
-    shape = {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 4000, "context_length": 256}
-    llama = {"norm": "rmsnorm", "activation": "swiglu", "attention": {"qk_norm": False}}
-    train = {"optimizer": optimizer, "batch_size": 4, "micro_batch_size": 4}
-    train["gradient_checkpointing"] = checkpointing
-    config = tiny(model={**shape, **llama}, train=train)
-    compute = Compute(torch.device("cpu"), dtype)
-    estimated = estimate_memory(config, compute)
-    monkeypatch.setattr(memory, "FakeTensorMode", lambda: pytest.fail("a dry run"))
-    found = approximate_memory(config, compute)
-    assert found.peak == pytest.approx(estimated.peak, rel=0.15)
-    for part in ("weights", "gradients", "optimizer"):
-        assert getattr(found, part) == pytest.approx(getattr(estimated, part), rel=0.01)
-
-
-def test_no_weights_are_made(monkeypatch):
+def test_no_weights_are_made():
     """A model of a trillion parameters is weighed like any other."""
     config = tiny(model={"n_layer": 1, "n_head": 1, "d_model": 262_144, "context_length": 16})
     found = estimate_memory(config.with_tokenizer("byte", 257), CPU)

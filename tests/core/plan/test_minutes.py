@@ -15,13 +15,13 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.data.corpus import prepare_corpus
 from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import cost, estimates, minutes, recipe
-from gptmini.plan.fit import Machine, StepTime
 from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
     compute_useful_steps,
     measure_corpus,
 )
+from gptmini.plan.timing import Machine, StepTime
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
 from tests.core.plan.machines import GPU, FakeMachine

@@ -9,9 +9,9 @@ import pytest
 from gptmini.config.load import SET_BY_MINUTES, validate
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError
-from gptmini.plan.fit import StepTime
 from gptmini.plan.reconcile import share_choices
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.core.plan.machines import FakeMachine
 

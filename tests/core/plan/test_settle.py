@@ -15,7 +15,6 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError, MachineError
 from gptmini.plan import settle
-from gptmini.plan.fit import StepTime
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
@@ -25,6 +24,7 @@ from gptmini.plan.recipe import (
     measure_corpus,
 )
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.core.plan.machines import FakeMachine, taking
 from tests.support import tiny

@@ -17,7 +17,7 @@ from gptmini.errors import ConfigError
 from gptmini.extras.cluster import cluster
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost
-from gptmini.plan.memory import Memory
+from gptmini.plan.cost import Memory
 from tests.support import tiny
 
 SHAPE = {"n_layer": 3, "n_head": 4, "d_model": 64, "context_length": 64, "dropout": 0}

@@ -11,7 +11,7 @@ from gptmini.errors import GptminiError
 from gptmini.extras.cluster import cluster
 from gptmini.extras.cluster import report as for_accelerators
 from gptmini.plan import report
-from gptmini.plan.memory import Memory
+from gptmini.plan.cost import Memory
 from tests.support import SMALL
 
 WORDS = ["--data", "text.txt", *SMALL]

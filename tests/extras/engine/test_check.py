@@ -23,9 +23,9 @@ from gptmini.model.attention import Attention, make_mask
 from gptmini.model.cache import KVCache, Masks
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
-from gptmini.plan.memory import StorageCounter
 from gptmini.train.evaluate_run import evaluate_run, load_text
 from tests.extras.engine.samples import models, step_of
+from tests.storages import StorageCounter
 from tests.support import new_cache, tiny, train
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")

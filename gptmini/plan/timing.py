@@ -1,7 +1,7 @@
-"""Find what fits the machine: rows per forward pass, shards, and torch.compile where it pays.
+"""Find what suits the machine: rows per forward pass, shards, and torch.compile where it pays.
 
-A `Machine` knows the memory of a step and its time. Each is found with a model that is thrown away,
-so measuring never touches the run.
+A `Machine` knows the memory of a step and its time. The time is measured with a model that is
+thrown away, so measuring never touches the run.
 """
 
 import math
@@ -24,15 +24,19 @@ from gptmini.machine import (
 )
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
-from gptmini.plan.cost import count_parameters
+from gptmini.plan.cost import (
+    Memory,
+    count_parameters,
+    count_parameters_by_part,
+    count_training_flops,
+    estimate_memory,
+)
 from gptmini.plan.cuda_graph import create_loss
 from gptmini.plan.estimates import Estimates, get_estimates
-from gptmini.plan.memory import Memory, estimate_memory
 
-# Layers of the model that is timed in place of a deeper one.
-PROXY_LAYERS = 3
-# Passes until their times settle to within a few percent.
-PASSES_UNTIL_STEADY = 6
+# Of the speed of a matrix product, what training reaches: norms and attention are no products.
+SHARE_OF_PRODUCT_SPEED = 0.5
+PRODUCT_SECONDS = 0.3  # for measuring that speed
 # For timing a step of a run that is too short to be compiled.
 MAX_TIMING_SECONDS = 2.0
 # For the sample and the checkpoint that follow an evaluation.
@@ -183,12 +187,13 @@ def choose_micro_batch_size(config: Config, machine: Machine) -> int:
         for size in world_sizes
     ]
     free = min((size for size in left if size > 0), default=0)
-    # A dry run takes a second, and the bound spares it where all rows fit anyway.
-    if rows > 1 and rows * _bound_row_bytes(config) > free // 2:
-        single = config.with_train(batch_size=1, micro_batch_size=1)
-        row_bytes = machine.estimate_memory(single).activations
-        rows = min(rows, max(1, free // 2 // row_bytes))
-    return max(size for size in range(1, rows + 1) if shared_rows % size == 0)
+
+    def fits(size: int) -> bool:
+        passing = machine.estimate_memory(config.with_train(micro_batch_size=size))
+        return passing.activations <= free // 2
+
+    sizes = [size for size in range(2, rows + 1) if shared_rows % size == 0]
+    return max(filter(fits, sizes), default=1)
 
 
 def list_equivalent_world_sizes(config: Config, world_size: int) -> list[int]:
@@ -198,23 +203,6 @@ def list_equivalent_world_sizes(config: Config, world_size: int) -> list[int]:
     powers = [2**k for k in range(MAX_EXACT_WORLD_SIZE.bit_length())]  # 1, 2, 4, 8
     divisors = [size for size in powers if config.train.batch_size % size == 0]
     return sorted({world_size, *divisors})
-
-
-def _bound_row_bytes(config: Config) -> int:
-    """Bound the bytes of a row's activations from above: 1.6 times the most seen.
-
-    Few rows of a large model need no dry run then, which takes three seconds for SmolLM2-135M.
-    """
-    model = config.model
-    vocab_size = model.vocab_size or 0
-    heads = model.n_head * (10 * model.head_dim + 5 * config.seq_len)  # q, k, v, scores
-    block = 16 * model.d_model + 6 * model.d_ff + heads
-    numbers = config.seq_len * (model.n_layer * block + 3 * vocab_size)
-    if config.train.optimizer == "muon":
-        numbers += 6 * count_parameters(model)  # orthogonalized
-    else:
-        numbers += 3 * model.d_model * max(vocab_size, model.d_ff)  # gradients that are added
-    return 4 * numbers
 
 
 def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> Config:
@@ -316,38 +304,37 @@ def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) 
     return SECONDS_AFTER_EVALUATION + per_step / 4 * tokens_read / tokens_per_step
 
 
-def make_proxy(config: Config, device: torch.device) -> Config:
-    """Make a run of the same shape with few layers and one micro-batch, quick to measure."""
-    train = config.train
-    most_rows = max(1, get_estimates(device).proxy_tokens // config.seq_len)
-    size = min(train.micro_batch_size or train.batch_size, most_rows)
-    # One layer of each kind at least.
-    layers = max(PROXY_LAYERS, config.model.attention.full_every or 0)
-    small = _with_layers(config, min(config.model.n_layer, layers))
-    return small.with_train(batch_size=size, micro_batch_size=size)
+def predict_seconds_per_step(config: Config, compute: Compute) -> float:
+    """Predict the time of a step without torch.compile, by the speed of one matrix product.
 
-
-def _with_layers(config: Config, n_layer: int) -> Config:
-    model = config.model.model_copy(update={"n_layer": n_layer})
-    return config.model_copy(update={"model": model})
-
-
-def predict_step_time(config: Config, compute: Compute) -> StepTime:
-    """Predict the time of a step without torch.compile, extrapolated from that of the proxy.
-
-    Layers take equal times, and so do micro-batches.
+    The product is one of the MLP's, so that a small model is not expected to compute like a large
+    one. Muon makes its updates of products, too: 30 operations for each weight and row.
     """
-    small = make_proxy(config, compute.device)
-    timed = time_step(small, compute, PASSES_UNTIL_STEADY)
-    passes = timed.passes
-    update = timed.update
-    layers = small.model.n_layer
-    missing_layers = config.model.n_layer - layers
-    if missing_layers:
-        first = time_step(_with_layers(small, 1), compute, PASSES_UNTIL_STEADY)
-        passes += missing_layers * (timed.passes - first.passes) / (layers - 1)
-        update += missing_layers * (timed.update - first.update) / (layers - 1)
-    return StepTime(passes * config.train.batch_size / small.train.batch_size, update)
+    train = config.train
+    tokens = (train.micro_batch_size or train.batch_size) * config.seq_len
+    speed = SHARE_OF_PRODUCT_SPEED * measure_product_speed(config, tokens, compute)
+    per_token = count_training_flops(config.model, config.seq_len, train.gradient_checkpointing)
+    flops = train.batch_size * config.seq_len * per_token
+    if train.optimizer == "muon":
+        parts = count_parameters_by_part(config.model)
+        flops += 30 * config.model.d_model * (parts["attention"] + parts["mlp"])
+    return flops / speed
+
+
+def measure_product_speed(config: Config, rows: int, compute: Compute) -> float:
+    """Measure the operations per second of products of (rows, D) and (D, F)."""
+    D = config.model.d_model
+    F = config.model.d_ff
+    inputs = torch.ones(rows, D, dtype=compute.dtype, device=compute.device)
+    weights = torch.ones(D, F, dtype=compute.dtype, device=compute.device)
+    fastest = math.inf
+    end = time.perf_counter() + PRODUCT_SECONDS
+    while fastest == math.inf or time.perf_counter() < end:
+        started = time.perf_counter()
+        torch.mm(inputs, weights)
+        compute.synchronize()
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * rows * D * F / fastest
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.errors import MachineError
-from gptmini.machine import Compute, release_freed_memory
+from gptmini.machine import release_freed_memory
 from gptmini.model import gpt, kernels
 from gptmini.model.gpt import GPT
-from gptmini.plan import cost, estimates, fit
-from gptmini.plan.memory import estimate_memory
+from gptmini.plan import cost, estimates, timing
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
@@ -28,15 +27,15 @@ STATIC = 16  # bytes of a parameter in training
 
 def test_the_micro_batch_divides_the_batch_and_fits():
     config = tiny(train={"batch_size": 12}).with_tokenizer("byte", 257)
-    row = estimate_memory(config.with_train(batch_size=1, micro_batch_size=1), CPU).activations
+    row = 1000
     static = STATIC * cost.count_parameters(config.model)
     for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
         machine = FakeMachine(memory=static + 2 * rows * row, row=row)
-        assert fit.choose_micro_batch_size(config, machine) == expected
-    assert fit.choose_micro_batch_size(config, FakeMachine()) == 12
+        assert timing.choose_micro_batch_size(config, machine) == expected
+    assert timing.choose_micro_batch_size(config, FakeMachine()) == 12
     small = replace(estimates.CPU, max_tokens_per_pass=4 * config.seq_len)
-    assert fit.choose_micro_batch_size(config, FakeMachine(figures=small)) == 4
-    assert fit.choose_micro_batch_size(config, FakeMachine(GPU)) == 12
+    assert timing.choose_micro_batch_size(config, FakeMachine(figures=small)) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(GPU)) == 12
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
@@ -44,17 +43,17 @@ def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected
     config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
     numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
     for n in numbers:
-        assert fit.choose_micro_batch_size(config, FakeMachine(world_size=n)) == expected
+        assert timing.choose_micro_batch_size(config, FakeMachine(world_size=n)) == expected
     fast = config.with_train(reduce="fast")
     shares = [batch_size // n for n in numbers]
-    found = [fit.choose_micro_batch_size(fast, FakeMachine(world_size=n)) for n in numbers]
+    found = [timing.choose_micro_batch_size(fast, FakeMachine(world_size=n)) for n in numbers]
     assert found == shares
     static = STATIC * cost.count_parameters(config.model)
     row = static // 8
     for most in numbers:  # so many processes fit, each with two rows
         memory = most * static + 4 * row
         machines = [FakeMachine(world_size=n, memory=memory, row=row) for n in numbers]
-        sizes = {fit.choose_micro_batch_size(config, machine) for machine in machines}
+        sizes = {timing.choose_micro_batch_size(config, machine) for machine in machines}
         assert sizes == {2 if expected % 2 == 0 else 1}
 
 
@@ -66,10 +65,10 @@ def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows()
     row = static // 4
     # Twice the rows that fit into half of what 2 whole models, or one in two shards, leave free.
     machine = FakeMachine(world_size=2, memory=2 * static + 2 * row, row=row)
-    assert fit.choose_micro_batch_size(config, machine) == 1
-    assert fit.choose_micro_batch_size(sharded, machine) == 2
+    assert timing.choose_micro_batch_size(config, machine) == 1
+    assert timing.choose_micro_batch_size(sharded, machine) == 2
     roomy = replace(machine, memory=static + 8 * row)
-    assert fit.choose_micro_batch_size(sharded, roomy) == 4
+    assert timing.choose_micro_batch_size(sharded, roomy) == 4
 
 
 SMOLLM2 = {
@@ -87,26 +86,10 @@ SMOLLM2 = {
 }
 
 
-def test_a_few_rows_of_a_large_model_need_no_dry_run():
+def test_a_few_rows_of_a_large_model_are_one_pass():
     """Four of SmolLM2-135M, with 16 GB."""
     config = tiny(model=SMOLLM2, train={"batch_size": 4, "optimizer": "adamw"})
-    assert fit.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
-
-
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "seq_len"), [("relu2", "muon", 8), ("swiglu", "adamw", 512)]
-)
-@pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
-def test_no_row_reaches_what_is_assumed_at_most(kind, optimizer, seq_len, width, heads, vocab_size):
-    shape = {"d_model": width, "n_head": heads, "head_dim": 64, "context_length": seq_len}
-    other = {"activation": kind, "vocab_size": vocab_size, "dropout": 0.2, "norm": "rmsnorm"}
-    attention = {"backend": "eager", "weight_dropout": 0.1}
-    model = {**shape, **other, "n_layer": 1, "attention": attention}
-    train = {"batch_size": 1, "micro_batch_size": 1, "optimizer": optimizer}
-    config = tiny(model=model, train=train)
-    for dtype in (torch.float32, torch.bfloat16):
-        held = estimate_memory(config, Compute(torch.device("cpu"), dtype)).activations
-        assert held < fit._bound_row_bytes(config) < 50 * held
+    assert timing.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
 
 
 @pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
@@ -125,7 +108,7 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     config = tiny().with_tokenizer("byte", 257)
-    assert fit.time_step(config, CPU, limit=limit).passes == 1
+    assert timing.time_step(config, CPU, limit=limit).passes == 1
     assert made == passes
 
 
@@ -149,11 +132,11 @@ def test_only_a_run_that_may_be_compiled_is_timed_for_long(
     loss = GPT.compute_loss
     monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    monkeypatch.setattr(fit, "has_compiler", lambda: True)
-    monkeypatch.setattr(fit, "compile_blocks", lambda _: made.append("compiled"))
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(timing, "compile_blocks", lambda _: made.append("compiled"))
     config = tiny(train={"steps": steps, "compile": compile_setting, "micro_batch_size": 4})
-    trial = fit.try_compile(config.with_tokenizer("byte", 257), fit.Machine(CPU))
-    assert trial.step_time == fit.StepTime(3.0, 0.0)
+    trial = timing.try_compile(config.with_tokenizer("byte", 257), timing.Machine(CPU))
+    assert trial.step_time == timing.StepTime(3.0, 0.0)
     eager = made[: made.index("compiled")] if "compiled" in made else made
     assert len(eager) == eager_passes
     assert ("compiled" in made) == (eager_passes == 3)
@@ -174,43 +157,15 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
     for size in (1, 2, 6):
         train = {"batch_size": 6, "micro_batch_size": size}
         config = tiny(train=train).with_tokenizer("byte", 257)
-        assert fit.time_step(config, CPU) == fit.StepTime(6.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("layers", "attention", "windows"),
-    [
-        (12, {"window": 4, "full_every": 6}, [4, 4, 4, 4, 4, None]),
-        (12, {"window": 4, "full_every": 2}, [4, None, 4]),
-        (12, {"window": 4}, [4, 4, 4]),
-        (2, {}, [None, None]),
-    ],
-)
-def test_a_proxy_has_every_kind_of_layer(layers, attention, windows):
-    config = tiny(model={"n_layer": layers, "attention": attention})
-    proxy = fit.make_proxy(config, CPU.device)
-    found = [proxy.model.get_window(layer) for layer in range(proxy.model.n_layer)]
-    assert found == windows
-
-
-@pytest.mark.parametrize(
-    ("micro_batch_size", "tokens_on_cpu", "tokens_on_gpu"),
-    [(None, 8192, 65_536), (16, 8192, 16_384), (4, 4096, 4096)],
-)
-def test_a_proxy_is_as_large_as_its_device_needs(micro_batch_size, tokens_on_cpu, tokens_on_gpu):
-    train = {"batch_size": 128, "micro_batch_size": micro_batch_size}
-    config = tiny(model={"context_length": 1024}, train=train)
-    for compute, tokens in ((CPU, tokens_on_cpu), (GPU, tokens_on_gpu)):
-        proxy = fit.make_proxy(config, compute.device)
-        assert proxy.train.batch_size * proxy.seq_len == tokens
+        assert timing.time_step(config, CPU) == timing.StepTime(6.0, 0.0)
 
 
 def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
     """When memory is given back, compiled models, which are in reference cycles, are gone."""
-    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     models: list[weakref.ref[GPT]] = []
-    made = fit.GPT
+    made = timing.GPT
 
     def make(*inputs: Any) -> GPT:
         model = made(*inputs)
@@ -224,11 +179,11 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
         assert not any(model() for model in models)
         calls.append("empty")
 
-    monkeypatch.setattr(fit, "GPT", make)
+    monkeypatch.setattr(timing, "GPT", make)
     monkeypatch.setattr(torch.accelerator, "empty_cache", empty)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: calls.append("reset"))
     monkeypatch.setattr(
-        fit.Machine, "release_memory", lambda _: release_freed_memory(torch.device("cuda"))
+        timing.Machine, "release_memory", lambda _: release_freed_memory(torch.device("cuda"))
     )
     settings = {"compile": "on", "micro_batch_size": 4}
     gc.disable()  # it might happen to run in time
@@ -240,9 +195,9 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
 
 
 def test_a_step_that_was_timed_is_not_timed_again():
-    known = fit.StepTime(0.1, 0.0)
+    known = timing.StepTime(0.1, 0.0)
     config = tiny(train={"steps": 100})
-    assert fit.try_compile(config, FakeMachine(compiler=True), known) == (False, known, "")
+    assert timing.try_compile(config, FakeMachine(compiler=True), known) == (False, known, "")
 
 
 @pytest.mark.parametrize(
@@ -258,18 +213,18 @@ def test_a_step_that_was_timed_is_not_timed_again():
 def test_blocks_are_compiled_if_it_pays(requested, seconds, compiled):
     machine = FakeMachine(step=taking(*seconds), compiler=True)
     config = tiny(train={"compile": requested, "steps": 100}).with_tokenizer("byte", 257)
-    assert fit.try_compile(config, machine)[0] == compiled
+    assert timing.try_compile(config, machine)[0] == compiled
     assert len(machine.timed) == len(seconds)
 
 
 def test_compiling_is_tried_on_the_rows_of_one_process():
     config = tiny(train={"batch_size": 12, "steps": 100})
     slow = FakeMachine(world_size=4, step=taking(2.0, 1.0), compiler=True)
-    trial = fit.try_compile(config, slow)
+    trial = timing.try_compile(config, slow)
     assert [timed.train.batch_size for timed in slow.timed] == [3, 3]
-    assert trial.step_time == fit.StepTime(1.0, 0.0)
+    assert trial.step_time == timing.StepTime(1.0, 0.0)
     known = FakeMachine(world_size=4, step=taking(1.0), compiler=True)
-    trial = fit.try_compile(config, known, fit.StepTime(8.0, 1.0))  # of all passes
+    trial = timing.try_compile(config, known, timing.StepTime(8.0, 1.0))  # of all passes
     assert [timed.train.batch_size for timed in known.timed] == [3]
     assert trial.outcome == "1.000 s/step instead of 2.000"
 
@@ -279,15 +234,15 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
         raise RuntimeError("no C++ compiler\nand a long story")
 
     config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
-    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
     monkeypatch.setattr(estimates, "CPU", replace(estimates.CPU, min_seconds_to_compile=0))
-    compiled, timed, outcome = fit.try_compile(config, fit.Machine(CPU))
+    compiled, timed, outcome = timing.try_compile(config, timing.Machine(CPU))
     assert not compiled
     assert timed is not None
     assert outcome == "compile failed (no C++ compiler)"
     with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
-        fit.try_compile(config.with_train(compile="on"), fit.Machine(CPU))
+        timing.try_compile(config.with_train(compile="on"), timing.Machine(CPU))
 
 
 def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch):
@@ -295,27 +250,27 @@ def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch):
         weight = model.blocks[0].attn.k_proj.weight
         weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
 
-    monkeypatch.setattr(fit, "compile_blocks", spoil)
-    monkeypatch.setattr(fit, "is_worth_compiling", lambda *_: True)
+    monkeypatch.setattr(timing, "compile_blocks", spoil)
+    monkeypatch.setattr(timing, "is_worth_compiling", lambda *_: True)
     config = tiny(train={"compile": "auto"}).with_tokenizer("byte", 257)
-    compiled, _, outcome = fit.try_compile(config, fit.Machine(CPU))
+    compiled, _, outcome = timing.try_compile(config, timing.Machine(CPU))
     assert not compiled
     assert "gradients" in outcome
     with pytest.raises(MachineError, match=r"train\.compile"):
-        fit.try_compile(config.with_train(compile="on"), fit.Machine(CPU))
+        timing.try_compile(config.with_train(compile="on"), timing.Machine(CPU))
 
 
 def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(fit, "has_compiler", lambda: False)
+    monkeypatch.setattr(timing, "has_compiler", lambda: False)
     model = GPT(tiny().with_tokenizer("byte", 257).model)
     with pytest.raises(MachineError, match="no C\\+\\+ compiler found; use auto or off"):
-        fit.compile_blocks(model)
+        timing.compile_blocks(model)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch):
     compilers = {}
-    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: compilers.setdefault(function, function.__call__)
     )
@@ -324,7 +279,7 @@ def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch)
     model = GPT(tiny().with_tokenizer("byte", 257).model)
     plain = kernels.overwrite_by_softmax_
     if compiled:
-        fit.compile_blocks(model)
+        timing.compile_blocks(model)
     fast = compilers.get(plain)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     assert model(tokens, tokens) is (fast if compiled else plain)
@@ -350,7 +305,7 @@ def _compute_gradients(
     torch.manual_seed(0)
     model = GPT(config.model).train()
     if compiled:
-        fit.compile_blocks(model)
+        timing.compile_blocks(model)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, tokens.roll(-1))
     loss.backward()

@@ -1,10 +1,6 @@
-"""Estimate the memory of a training run.
-
-By a dry run, two steps on tensors without storage; or, at once, by a formula that comes close.
-"""
+"""Estimate the memory of a training run by a dry run: two steps on tensors without storage."""
 
 import weakref
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -19,29 +15,7 @@ from gptmini.errors import MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
-from gptmini.plan.cost import count_parameters_by_part
-
-# There torch keeps freed blocks, and a recording (cuda_graph.py) gradients of its own: 12.8 GB for
-# a step of GPT-2 whose tensors take 11.6 (scripts/LOG.md, 2026-11-26). Compiled steps need less.
-KEPT_ON_ACCELERATORS = 1.12
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that training holds at its peak.
-
-    `activations` is everything above the first three: what the forward pass keeps for the backward
-    pass, or the optimizer's temporaries. Writing a checkpoint takes none.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def peak(self) -> int:
-        return sum(astuple(self))
+from gptmini.plan.cost import Memory
 
 
 class StorageCounter(TorchDispatchMode):
@@ -78,39 +52,6 @@ class StorageCounter(TorchDispatchMode):
         self.bytes -= self._live.pop(key)
 
 
-def approximate_memory(config: Config, compute: Compute) -> Memory:
-    """Approximate `estimate_memory` at once, by formula; `micro_batch_size` must be set.
-
-    Activations are those of a model without dropout. For SmolLM2-135M in bfloat16 on a CPU, rows of
-    256 tokens, this gives 2.36 GB for one row and 2.98 for four; `estimate_memory` 2.38 and 2.98.
-    """
-    model = config.model
-    train = config.train
-    parts = count_parameters_by_part(model)
-    weights = 4 * sum(parts.values())
-    state = 2 * weights  # two moments in float32, but one for the matrices that Muon updates
-    orthogonalizing = 0
-    is_half = compute.dtype != torch.float32
-    itemsize = 2 if is_half else 4
-    if train.optimizer == "muon":
-        matrices = parts["attention"] + parts["mlp"]
-        state -= 4 * matrices
-        orthogonalizing = int(3.4 * itemsize * matrices)  # several copies of most of them
-    n_heads = 2 * model.n_head + 2 * model.n_kv_head  # q, k, v and the result
-    layer = 3 * model.d_model + 3 * model.d_ff + n_heads * model.head_dim
-    if compute.device.type == "cpu" and is_half and config.seq_len < 1024:
-        layer += model.n_head * config.seq_len  # attention without a fused kernel
-    n_layers = model.n_layer
-    kept = 0
-    if train.gradient_checkpointing:
-        kept = model.n_layer * model.d_model
-        n_layers = 1
-    per_token = itemsize * (n_layers * layer + kept) + 4 * (model.vocab_size or 0)
-    rows = train.micro_batch_size or train.batch_size
-    activations = max(rows * config.seq_len * per_token, orthogonalizing)
-    return Memory(weights, weights, state, activations)
-
-
 @show_elapsed("estimating the memory")
 def estimate_memory(config: Config, compute: Compute) -> Memory:
     """Estimate the memory of a training run without allocating it; `micro_batch_size` must be set.
@@ -141,6 +82,4 @@ def estimate_memory(config: Config, compute: Compute) -> Memory:
             optimizer.step(train.lr)
         state = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
     activations = storages.peak - 2 * weights - state
-    if compute.device.type != "cpu":
-        activations = int(KEPT_ON_ACCELERATORS * activations)
     return Memory(weights, weights, state, activations)
