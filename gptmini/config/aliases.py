@@ -1,71 +1,34 @@
-"""Map the names of settings in nanoGPT, transformers and litgpt to ours, or to advice in words."""
+"""Map the names of settings in nanoGPT, transformers and litgpt to ours, or to advice in words.
+
+Those that people type; a longer list would only be longer.
+"""
 
 PRETRAINED_REMEDY = "use --from, with a run or OWNER/NAME of the Hugging Face Hub"
 
+_BETAS = "set train.betas, a list of both"
 _CHOSEN_DTYPE = "set train.dtype to float32, bfloat16 or float16"
 _FINETUNING = "leave it out; fine-tuning with --from trains all weights"
 _MICRO_BATCH = "set train.micro_batch_size, the rows of a pass; gradients add up over batch_size"
-_RUN_NAME = "name the run with --out; wandb has it in the project gptmini"
-_SAVES = "set train.save_every, in steps; the best checkpoint is always kept"
-_SHARDS = "set train.shard: true, which shards everything (FSDP)"
+_NAMED_BY_OUT = "name the run with --out"
+_RESUMES = "run the same command again, which resumes"
 _STEPS_OR_MINUTES = "set train.steps, or train.minutes; gptmini size counts the epochs"
-_TORCHRUN = "start the processes with torchrun"
-
-# What transformers' users write, and what gptmini does by itself or without.
-_NOT_NEEDED = (
-    "adam_epsilon",
-    "dataloader_drop_last",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "ddp_find_unused_parameters",
-    "disable_tqdm",
-    "eval_on_start",
-    "gradient_checkpointing_kwargs",
-    "group_by_length",
-    "label_smoothing_factor",
-    "load_best_model_at_end",
-    "logging_dir",
-    "logging_first_step",
-    "metric_for_best_model",
-    "overwrite_output_dir",
-    "per_device_eval_batch_size",
-    "prediction_loss_only",
-    "remove_unused_columns",
-    "save_safetensors",
-    "use_cache",
-)
 
 # Either the key of a setting or, where none does the same, a remedy in words.
 ALIASES = {
-    # -- models ------------------------------------------------------------------------------------
-    "attention_bias": "model.attention.qkv_bias",
+    # -- models
     "block_size": "model.context_length",
-    "dim": "model.d_model",
-    "head_size": "model.head_dim",
-    "hidden_act": "model.activation",
     "hidden_size": "model.d_model",
     "intermediate_size": "model.d_ff",
     "max_position_embeddings": "model.context_length",
-    "mlp_bias": "model.bias",
     "n_embd": "model.d_model",
     "n_heads": "model.n_head",
-    "n_inner": "model.d_ff",
-    "n_kv_heads": "model.attention.n_kv_head",
     "n_layers": "model.n_layer",
-    "n_positions": "model.context_length",
-    "n_query_groups": "model.attention.n_kv_head",
     "num_attention_heads": "model.n_head",
     "num_hidden_layers": "model.n_layer",
     "num_key_value_heads": "model.attention.n_kv_head",
-    "rms_norm_eps": "model.norm_eps",
-    "rope_base": "model.rope_theta",
-    "sliding_window": "model.attention.window",
-    "tie_word_embeddings": "model.tie_embeddings",
-    # -- nanoGPT -----------------------------------------------------------------------------------
-    "always_save_checkpoint": _SAVES,
-    "backend": "set model.attention.backend; processes use NCCL or gloo by themselves",
-    "beta1": "set train.betas, a list of both",
-    "beta2": "set train.betas, a list of both",
+    # -- nanoGPT
+    "beta1": _BETAS,
+    "beta2": _BETAS,
     "dataset": "data.path",
     "decay_lr": "set train.cooldown: 0 for a rate that does not fall",
     "eval_interval": "train.eval_every",
@@ -79,70 +42,27 @@ ALIASES = {
     "lr_decay_iters": "set train.steps; the rate reaches min_lr at the last of them",
     "max_iters": "train.steps",
     "num_samples": "use gptmini generate --samples",
-    "out_dir": "name the run with --out",
+    "out_dir": _NAMED_BY_OUT,
     "wandb_log": "set train.log_to: wandb",
-    "wandb_project": _RUN_NAME,
-    "wandb_run_name": _RUN_NAME,
     "warmup_iters": "train.warmup_steps",
-    # -- litgpt ------------------------------------------------------------------------------------
+    # -- litgpt
     "checkpoint_dir": PRETRAINED_REMEDY,
-    "devices": _TORCHRUN,
-    "eval": "set train.eval_every and train.eval_tokens",
     "epochs": _STEPS_OR_MINUTES,
-    "final_validation": "leave it out; the last step is always evaluated",
     "global_batch_size": "train.batch_size",
-    "initial_checkpoint_dir": PRETRAINED_REMEDY,
-    "initial_validation": "leave it out; a run with --from is evaluated before its first step",
-    "interval": "train.eval_every",
-    "json_path": "data.path",
-    "logger_name": "train.log_to",
-    "lr_warmup_fraction": "set train.warmup_steps, by default steps / 40, at most 100",
-    "lr_warmup_steps": "train.warmup_steps",
-    "max_norm": "train.grad_clip",
     "max_seq_length": "train.seq_len",
-    "max_time": "train.minutes",
     "max_tokens": "set sample.max_new_tokens; for the length of training, set train.steps",
-    "model_name": "set the section model, or take a pretrained model: gptmini import",
-    "num_nodes": _TORCHRUN,
     "precision": _CHOSEN_DTYPE,
-    "resume": "run the same command again, which resumes",
-    "save_interval": "train.save_every",
-    "tokenizer_dir": "tokenizer.kind",
-    "train_data_path": "data.path",
-    # -- transformers ------------------------------------------------------------------------------
-    "adam_beta1": "set train.betas, a list of both",
-    "adam_beta2": "set train.betas, a list of both",
+    "resume": _RESUMES,
+    # -- transformers
     "bf16": _CHOSEN_DTYPE,
-    "deepspeed": _SHARDS,
-    "do_eval": "use gptmini evaluate",
-    "do_train": "use gptmini train",
-    "eval_steps": "train.eval_every",
-    "eval_strategy": "set train.eval_every, in steps",
     "fp16": _CHOSEN_DTYPE,
-    "fsdp": _SHARDS,
-    "logging_steps": "train.log_every",
-    "lora_alpha": _FINETUNING,
-    "lora_dropout": _FINETUNING,
     "lora_r": _FINETUNING,
-    "lr_scheduler_type": "train.schedule",
     "max_grad_norm": "train.grad_clip",
     "max_steps": "train.steps",
     "model_name_or_path": PRETRAINED_REMEDY,
     "num_train_epochs": _STEPS_OR_MINUTES,
-    "optim": "train.optimizer",
-    "output_dir": "name the run with --out",
+    "output_dir": _NAMED_BY_OUT,
     "per_device_train_batch_size": _MICRO_BATCH,
-    "push_to_hub": "use gptmini export --push OWNER/NAME",
     "report_to": "train.log_to",
-    "resume_from_checkpoint": "run the same command again, which resumes",
-    "run_name": _RUN_NAME,
-    "save_steps": "train.save_every",
-    "save_strategy": _SAVES,
-    "save_total_limit": "train.keep",
-    "tf32": _CHOSEN_DTYPE,
-    "torch_compile": "train.compile",
-    "use_cpu": "set train.device: cpu",
-    "use_lora": _FINETUNING,
-    "warmup_ratio": "set train.warmup_steps, by default steps / 40, at most 100",
-    **dict.fromkeys(_NOT_NEEDED, "leave it out; gptmini needs no such setting"),
+    "resume_from_checkpoint": _RESUMES,
 }

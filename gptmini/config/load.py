@@ -1,10 +1,10 @@
 """Load configurations from YAML files and the command line.
 
 The defaults come first, then a file, then `--set`, then the other options; each overrides the one
-before. All mistakes are reported at once, each with the place where it was made.
+before. Mistakes are reported at once, each with the place where it was made; contradictions between
+the settings of a section, once each is well-formed.
 """
 
-import copy
 import difflib
 import json
 import re
@@ -122,61 +122,13 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        mistakes = [*error.errors(), *_find_contradictions_beside(error, data)]
-        lines = [line for mistake in mistakes for line in _explain(mistake, origins)]
+        lines = [line for mistake in error.errors() for line in _explain(mistake, origins)]
         raise ConfigError(*dict.fromkeys(lines)) from None
 
 
 def revalidate(config: Config) -> Config:
     """Check a configuration that was filled or changed; ConfigError as for plain data."""
     return validate(config.model_dump(exclude_unset=True), {})
-
-
-def _find_contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:
-    """Find contradictions among the well-formed settings of data that has malformed ones too.
-
-    pydantic compares the settings of a section only once each is well-formed, so the malformed
-    ones are left out and contradictions that mention them are dropped.
-    """
-    rest = copy.deepcopy(data)
-    malformed = _remove_malformed(rest, error)
-    try:
-        Config.model_validate(rest)
-    except ValidationError as again:
-        contradictions: list[Any] = [e for e in again.errors() if e["type"] == "contradiction"]
-        for contradiction in contradictions:
-            context = contradiction["ctx"]
-            context["found"] = [
-                (key, problem)
-                for key, problem in context["found"]
-                if not any(name in f"{key} {problem}" for name in malformed)
-            ]
-        return contradictions
-    return []
-
-
-def _remove_malformed(data: dict[str, Any], error: ValidationError) -> set[str]:
-    """Remove the settings that an error names, except contradictions; returns their last names."""
-    malformed = set[str]()
-    for mistake in error.errors():
-        if mistake["type"] == "contradiction":
-            continue
-        *path, leaf = (part for part in mistake["loc"] if isinstance(part, str))
-        section: Any = data
-        for name in path:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.pop(leaf, None) is not None:
-            malformed.add(leaf)
-    return malformed
-
-
-def iter_differences(first: Config, second: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted keys whose values differ, with both values."""
-    a = dict(iter_settings(first.model_dump()))
-    b = dict(iter_settings(second.model_dump()))
-    for key in a | b:  # either may have keys of its own, in `sample.bias`
-        if a.get(key) != b.get(key):
-            yield key, a.get(key), b.get(key)
 
 
 def iter_settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

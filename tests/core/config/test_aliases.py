@@ -9,23 +9,20 @@ from gptmini.config.load import find_remedy, list_keys, load_config
 from gptmini.config.yamlfile import parse_assignment
 from gptmini.errors import ConfigError
 
-TRANSFORMERS = """
-per_device_train_batch_size learning_rate num_train_epochs model_name_or_path lora_r use_lora bf16
-dataloader_num_workers use_cache max_steps warmup_ratio save_total_limit report_to
-"""
+# What a command line of each project is likely to say.
 NANOGPT = """
-out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
-wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer
-n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr
-warmup_iters lr_decay_iters min_lr backend device dtype compile start num_samples max_new_tokens
-temperature top_k seed
+out_dir eval_interval log_interval eval_iters eval_only init_from wandb_log dataset
+gradient_accumulation_steps batch_size block_size n_layer n_head n_embd dropout bias learning_rate
+max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters min_lr device
+dtype compile start num_samples max_new_tokens temperature top_k seed
 """
 LITGPT = """
-save_interval log_interval global_batch_size micro_batch_size lr_warmup_steps lr_warmup_fraction
-epochs max_tokens max_steps max_time max_seq_length tie_embeddings max_norm min_lr interval
-max_new_tokens max_iters initial_validation final_validation model_name out_dir precision
-initial_checkpoint_dir checkpoint_dir resume devices num_nodes tokenizer_dir logger_name seed
-json_path train_data_path
+global_batch_size micro_batch_size epochs max_tokens max_steps max_seq_length tie_embeddings min_lr
+max_new_tokens max_iters out_dir precision checkpoint_dir resume seed
+"""
+TRANSFORMERS = """
+per_device_train_batch_size learning_rate num_train_epochs model_name_or_path lora_r bf16 max_steps
+report_to output_dir
 """
 
 

@@ -7,7 +7,6 @@ from gptmini.config.load import (
     DEFAULT_CONFIG_FILE,
     find_config_file,
     find_full_key,
-    iter_differences,
     list_config_files,
     load_config,
     validate,
@@ -141,10 +140,6 @@ def test_vocab_size_must_be_the_tokenizers():
         tiny(model={"vocab_size": 50257}).with_tokenizer("byte", 257)
 
 
-def test_differences_name_the_key_and_both_values():
-    assert list(iter_differences(tiny(), tiny(train={"lr": 1.0}))) == [("train.lr", 2e-3, 1.0)]
-
-
 def test_configurations_are_found_by_name_and_path():
     for path in list_config_files():
         assert find_config_file(str(path)) == path
@@ -166,16 +161,6 @@ def test_a_value_is_not_a_section(tmp_path: Path):
     path.write_text("data: 3\n")
     with pytest.raises(ConfigError, match="data is a value"):
         load_config(path, [("--data", ("data", "path"), "x")])
-
-
-def test_contradictions_are_reported_beside_malformed_settings():
-    lines = errors({"train": {"lr": -1, "steps": 5, "warmup_steps": 9}})
-    assert [line.split(":")[0] for line in lines] == ["train.lr", "train.warmup_steps"]
-    lines = errors({"train": {"seq_len": 999, "lr": -1}})
-    assert [line.split(":")[0] for line in lines] == ["train.lr", "train.seq_len"]
-    # with the number of heads unknown nothing is said about the width
-    (line,) = errors({"model": {"n_head": "six", "d_model": 90}})
-    assert line.startswith("model.n_head")
 
 
 def test_attention_has_a_short_form(tmp_path: Path):
