@@ -143,7 +143,7 @@ class Attention(nn.Module):
     def _make_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Make the mask as a bias on the scores, with that of ALiBi if the model has it."""
         mask = make_mask(queries, keys, self.window)  # (T, S) or (B, 1, T, S)
-        bias = _make_bias(mask, self.k_proj.weight.dtype)
+        bias = _convert_to_bias(mask, self.k_proj.weight.dtype)
         if self.alibi_slopes is None:
             return bias
         return (bias + make_alibi_bias(queries, keys, self.alibi_slopes)).type_as(bias)
@@ -273,9 +273,9 @@ def _attend_eager(
     sees_nothing = None
     if causal:
         positions = torch.arange(T, device=q.device)
-        scores = scores + _make_bias(make_mask(positions, positions), q.dtype)  # (B, H, T, S)
+        scores = scores + _convert_to_bias(make_mask(positions, positions), q.dtype)  # (B, H, T, S)
     elif mask is not None:
-        bias = mask if mask.is_floating_point() else _make_bias(mask, q.dtype)  # (..., T, S)
+        bias = mask if mask.is_floating_point() else _convert_to_bias(mask, q.dtype)  # (..., T, S)
         sees_nothing = ~(bias > -torch.inf).any(-1, keepdim=True)  # (..., T, 1)
         # The softmax of a row of -∞ would be NaN, so such a row sees everything for the moment.
         scores = scores + bias.masked_fill(sees_nothing, 0)  # (B, H, T, S)
@@ -284,7 +284,7 @@ def _attend_eager(
     return mixed if sees_nothing is None else mixed.masked_fill(sees_nothing, 0)
 
 
-def _make_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a boolean mask into a bias: 0 where a key is visible, -∞ where it is not."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
