@@ -57,19 +57,30 @@ def generate(
     ),
     interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
     samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
-    max_new_tokens: int | None = option(None, "N", "Maximum number of tokens to generate."),
+    max_new_tokens: int | None = option(None, "N", "Tokens at most; raise it if texts break off."),
     temperature: float | None = option(
-        None, "X", "Randomness; 0 always takes the most likely token."
+        None,
+        "X",
+        "Randomness: lower it if texts ramble, raise it if they repeat themselves; 0 always takes "
+        "the most likely token.",
     ),
-    top_k: int | None = option(None, "K", "Keep the K most likely tokens."),
+    top_k: int | None = option(
+        None, "K", "Keep the K most likely tokens; lower it if words make no sense."
+    ),
     top_p: float | None = option(
-        None, "P", "Keep the most likely tokens with total probability P."
+        None,
+        "P",
+        "Keep the most likely tokens with total probability P, such as 0.9: more where "
+        "the model is unsure.",
     ),
     min_p: float | None = option(
-        None, "P", "Keep tokens at least P times as likely as the most likely one."
+        None,
+        "P",
+        "Keep tokens at least P times as likely as the most likely one, such as 0.05: "
+        "for high temperatures.",
     ),
     stop: list[str] | None = option(None, "TEXT", "Stop before this text. Repeat to use several."),
-    seed: int | None = option(None, "N", "Random seed; the same seed gives the same text."),
+    seed: int | None = option(None, "N", "Random seed; change it for another text."),
     assignments: list[str] | None = option(
         None,
         "sample.KEY=VALUE",
@@ -81,19 +92,22 @@ def generate(
         "Ask an instruct model: apply its chat template; with -i, hold a conversation.", "--chat"
     ),
     special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
-    lookup: bool = flag("Guess ahead from the text so far; same text, often faster.", "--lookup"),
-    draft: Path | None = option(
-        None, "RUN", "Guess ahead with a smaller run; same text, often faster."
+    lookup: bool = flag(
+        "Speculate from the prompt; same output, sometimes faster, as in code.", "--lookup"
     ),
-    batch_size: int = option(16, "N", "Texts generated in parallel.", min=1, max=4096),
+    draft: Path | None = option(
+        None, "RUN", "Speculate with a smaller run; same output, faster if that is far smaller."
+    ),
+    batch_size: int = option(
+        16, "N", "Texts generated in parallel; lower it if memory runs out.", min=1, max=4096
+    ),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     threads: Threads = None,
-    no_cache: bool = flag("Disable the KV cache and the compiled engine; slower.", "--no-cache"),
+    no_cache: bool = flag("Use neither KV cache nor compiled engine: to check them.", "--no-cache"),
     raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
     show_sources: bool = flag(
-        "Mark what stands verbatim in the training text, from 20 characters on, and name its files "
-        "and lines.",
+        "Mark passages of 20+ characters copied from the training text; name their files.",
         "--sources",
     ),
     as_json: AsJson = False,

@@ -100,7 +100,10 @@ Threads = Annotated[
 ]
 Base = Annotated[Path | None, option(..., "RUN", _BASE_HELP, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu, cuda, mps or xpu.")]
-WeightsType = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
+WeightsType = Annotated[
+    str,
+    option(..., "TYPE", "Precision of the weights: float32, bfloat16 or int8, if memory is short."),
+]
 Cache = Annotated[
     Path, option(..., "DIR", _CACHE_HELP, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")
 ]

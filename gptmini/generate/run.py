@@ -293,11 +293,8 @@ class Run:
                 "use a draft with the same tokenizer"
             )
         tokens = self._generate_tokens(texts, sample, bias, draft, use_cache)
-        engine = TorchEngine.name
-        if use_cache:
-            # If the model was changed since, the first token notices.
-            engine = (self._engine or self._open_idle_engine(len(texts))).name
-        return Generation(tokens, texts, logprobs, engine)
+        with self.borrow_engine(len(texts), use_cache) as engine:  # as the first token will
+            return Generation(tokens, texts, logprobs, engine.name)
 
     def find_copies(self, text: str, prompt: str = "") -> "Copies":
         """Find what of a text stands verbatim in the training text, and where it stands there.
@@ -483,12 +480,6 @@ class Run:
                 self._engine = last = None  # so that what it made of the model goes first
                 self._engine = open_engine(self._model, n_texts, self.weights, self.cache)
             return self._engine
-
-    def _open_idle_engine(self, n_texts: int) -> Engine:
-        """Open an engine before somebody needs it."""
-        engine = self._open_engine(n_texts)
-        self._idle_engines.append(engine)
-        return engine
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
         """Encode a prompt; also return which tokens may come first, (V,), or None for all."""
