@@ -3,6 +3,9 @@
 Every random number is a hash of the seed and of where it is used: step and micro-batch, text and
 epoch. So a run that was stopped and resumed makes the same weights as one that never stopped, and
 nothing random is saved.
+
+Several processes train one model in step: `group` is where they meet. On a single process each of
+its verbs does nothing or returns what it was given, so skip them at first.
 """
 
 import math
@@ -11,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import machine
-from gptmini.config.settings import Config
 from gptmini.console import iter_with_progress, say
 from gptmini.errors import DivergedError, Stopped
-from gptmini.generate.engine import TorchEngine
-from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.sequence import Sequence, allow_any_but_end, encode_start
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.minutes import compute_steps_for_minutes
 from gptmini.plan.plan import Plan
@@ -36,15 +35,10 @@ from gptmini.train.messages import (
     say_header_lines,
 )
 from gptmini.train.progress_bar import TrainingProgressBar
+from gptmini.train.sample import generate_sample
 from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 
-MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
-MIN_SAMPLE_TOKENS = 20
-# Drawing a token takes as long as training on 20 to 30 (SmolLM2-135M on a CPU), so a sample takes
-# a quarter of the time of the updates before it at most, if it may be that short.
-TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
-MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minutes again
 
 
@@ -185,54 +179,6 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
     if progress.best is None or result.loss < progress.best["val_loss"]:
         progress.best = progress.to_metrics() | losses
     return losses
-
-
-def generate_sample(training: Training) -> str:
-    """Return what the model would write now; drawing it does not touch the run."""
-    limits = {"max_new_tokens": _limit_sample_tokens(training.config), "overflow": "stop"}
-    settings = training.config.sample.model_copy(update=limits)
-    model = training.model
-    tokenizer = training.corpus.tokenizer
-    context_length = training.config.model.context_length
-    tokens = encode_start(tokenizer, settings)
-    text = Sequence(
-        0,
-        tokens,
-        context_length,
-        tokenizer=tokenizer,
-        stops=settings.stop,
-        allowed_first=allow_any_but_end(tokenizer),
-    )
-    model.eval()
-    started = time.perf_counter()
-    seconds = _get_sample_seconds(training)
-    with training.enter_inference(), machine.allow_varying_algorithms():
-        drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, training.bias)
-        for _, token, _ in drawn:
-            text.decode_token(token)
-            if time.perf_counter() - started > seconds:
-                break
-    return text.text
-
-
-def _limit_sample_tokens(config: Config) -> int:
-    """Return how many tokens a sample may have; few where little is trained between samples."""
-    train = config.train
-    trained = min(train.eval_every, train.steps) * train.batch_size * config.seq_len
-    worthwhile = max(MIN_SAMPLE_TOKENS, trained // TRAINED_TOKENS_PER_SAMPLE_TOKEN)
-    return min(MAX_SAMPLE_TOKENS, worthwhile, config.sample.max_new_tokens)
-
-
-def _get_sample_seconds(training: Training) -> float:
-    """Return how long a sample may take: a share of the minutes, where those limit the run.
-
-    On several processes there is no such limit. Their clocks differ, but they must draw equally
-    many tokens.
-    """
-    minutes = training.config.train.minutes
-    if minutes is None or not training.steps_follow_minutes or training.group.world_size > 1:
-        return math.inf
-    return MAX_SAMPLE_TIME * 60 * minutes
 
 
 def _is_finished(training: Training) -> bool:

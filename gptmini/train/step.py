@@ -87,9 +87,9 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
             loss = mean_loss * len(x) / n_rows
         scaled_loss = loss if loss_scale == 1 else loss * loss_scale
         scaled_loss.backward()
-        training.gradients.after_backward()
+        training.gradients.after_backward()  # on one process autograd has added them already
         losses.append(loss.detach())
-    training.gradients.finish()
+    training.gradients.finish()  # the sum over all processes, if there are several
     training.gradients.unscale(loss_scale)
     clipped_norm = training.gradients.clip(settings.grad_clip)
     if training.compute.device.type != "cpu" and step + 1 < settings.steps:

@@ -23,7 +23,7 @@ from gptmini.plan import recipe
 from gptmini.plan.reconcile import check_same_request
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, loop
+from gptmini.train import build, loop, sample
 from gptmini.train.checkpoint import create_run, save_checkpoint
 from gptmini.train.messages import say_header_lines
 from tests.support import prepared, tiny
@@ -286,9 +286,9 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
 def test_little_training_gets_short_samples(steps, expected):
     train = {"steps": steps, "batch_size": 25, "eval_every": 100}
     config = tiny(train=train, sample={"max_new_tokens": 256})
-    assert loop._limit_sample_tokens(config) == expected
+    assert sample._limit_sample_tokens(config) == expected
     shorter = tiny(train=train, sample={"max_new_tokens": 8})
-    assert loop._limit_sample_tokens(shorter) == 8
+    assert sample._limit_sample_tokens(shorter) == 8
 
 
 def test_a_ban_of_several_tokens_is_refused_before_the_first_step(text_file, tmp_path):

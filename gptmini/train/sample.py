@@ -1,0 +1,66 @@
+"""The text that a model writes at each evaluation of its training."""
+
+import math
+import time
+
+from gptmini import machine
+from gptmini.config.settings import Config
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.sampler import sample_tokens
+from gptmini.generate.sequence import Sequence, allow_any_but_end, encode_start
+from gptmini.train.state import Training
+
+MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
+MIN_SAMPLE_TOKENS = 20
+# Drawing a token takes as long as training on 20 to 30 (SmolLM2-135M on a CPU), so a sample takes
+# a quarter of the time of the updates before it at most, if it may be that short.
+TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
+MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
+
+
+def generate_sample(training: Training) -> str:
+    """Return what the model would write now; drawing it does not touch the run."""
+    limits = {"max_new_tokens": _limit_sample_tokens(training.config), "overflow": "stop"}
+    settings = training.config.sample.model_copy(update=limits)
+    model = training.model
+    tokenizer = training.corpus.tokenizer
+    context_length = training.config.model.context_length
+    tokens = encode_start(tokenizer, settings)
+    text = Sequence(
+        0,
+        tokens,
+        context_length,
+        tokenizer=tokenizer,
+        stops=settings.stop,
+        allowed_first=allow_any_but_end(tokenizer),
+    )
+    model.eval()
+    started = time.perf_counter()
+    seconds = _get_sample_seconds(training)
+    with training.enter_inference(), machine.allow_varying_algorithms():
+        drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, training.bias)
+        for _, token, _ in drawn:
+            text.decode_token(token)
+            if time.perf_counter() - started > seconds:
+                break
+    return text.text
+
+
+def _limit_sample_tokens(config: Config) -> int:
+    """Return how many tokens a sample may have; few where little is trained between samples."""
+    train = config.train
+    trained = min(train.eval_every, train.steps) * train.batch_size * config.seq_len
+    worthwhile = max(MIN_SAMPLE_TOKENS, trained // TRAINED_TOKENS_PER_SAMPLE_TOKEN)
+    return min(MAX_SAMPLE_TOKENS, worthwhile, config.sample.max_new_tokens)
+
+
+def _get_sample_seconds(training: Training) -> float:
+    """Return how long a sample may take: a share of the minutes, where those limit the run.
+
+    On several processes there is no such limit. Their clocks differ, but they must draw equally
+    many tokens.
+    """
+    minutes = training.config.train.minutes
+    if minutes is None or not training.steps_follow_minutes or training.group.world_size > 1:
+        return math.inf
+    return MAX_SAMPLE_TIME * 60 * minutes
