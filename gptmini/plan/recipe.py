@@ -94,6 +94,11 @@ def compute_overfitting_risk(config: Config, text: TextSize) -> float:
     return _count_weights_in_blocks(config) / text.total * math.sqrt(count_epochs(config, text))
 
 
+def is_text_small(config: Config, text: TextSize) -> bool:
+    """Tell whether the model is so large for its text that the slow recipe serves it better."""
+    return compute_overfitting_risk(config, text) >= MIN_HIGH_RISK
+
+
 def compute_useful_steps(config: Config, text: TextSize) -> float:
     """Compute the number of steps at which the risk of overfitting becomes too high.
 
@@ -121,8 +126,7 @@ def choose_recipe(config: Config, text: TextSize) -> Config:
     """
     if config.train.optimizer != "muon" or config.base.run is not None:
         return config
-    risk = compute_overfitting_risk(config, text)
-    if risk >= MIN_HIGH_RISK:
+    if is_text_small(config, text):
         return config.fill_open(HIGH_RISK)
     config = config.fill_open(LOW_RISK)
     if config.model.tie_embeddings:
@@ -140,10 +144,6 @@ def choose_dropout(config: Config, text: TextSize) -> Config:
     if risk >= MIN_RISK_TO_DROP and count_epochs(config, text) >= MIN_EPOCHS_TO_DROP:
         dropout = STRONG_DROPOUT if risk >= MIN_RISK_TO_DROP_MORE else DROPOUT
     return config.fill_open({"model": {"dropout": dropout}})
-
-
-def get_risk_level(risk: float) -> str:
-    return "high" if risk >= MIN_HIGH_RISK else "low"
 
 
 def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Config:

@@ -8,13 +8,7 @@ from gptmini.console import format_bytes, format_count, format_duration, say_hea
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.plan import Plan
-from gptmini.plan.recipe import (
-    TextSize,
-    compute_overfitting_risk,
-    compute_useful_steps,
-    count_epochs,
-    get_risk_level,
-)
+from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import Training
 
@@ -77,7 +71,7 @@ def _describe_model(training: Training) -> str:
 def _describe_recipe(training: Training) -> str:
     model = training.config.model
     train = training.config.train
-    risk = compute_overfitting_risk(training.config, training.text_size)
+    size = "small text: " if is_text_small(training.config, training.text_size) else ""
     parts = []
     if training.own.optimizer is not None:
         parts.append(type(training.optimizer.optimizers[0]).__name__)
@@ -85,9 +79,7 @@ def _describe_recipe(training: Training) -> str:
         parts += _describe_optimizer(train)
     parts.append("tied head" if model.tie_embeddings else "untied head")
     parts.append(f"dropout {model.dropout:g}")
-    return (
-        f"  recipe    {', '.join(parts)}; risk of overfitting {risk:.1f} ({get_risk_level(risk)})"
-    )
+    return f"  recipe    {size}{', '.join(parts)}"
 
 
 def _describe_optimizer(train: TrainConfig) -> list[str]:
