@@ -80,10 +80,10 @@ def size(
     if accelerator is None:
         facts = estimate_training(settings, cache)
     else:
-        from gptmini.extras.cluster import cluster
-        from gptmini.extras.cluster import report as for_accelerators
+        from gptmini.extras.plans import plans
+        from gptmini.extras.plans import report as for_accelerators
 
-        hardware = cluster.find_accelerator(accelerator, utilization, network)
+        hardware = plans.find_accelerator(accelerator, utilization, network)
         facts = for_accelerators.estimate_on_accelerators(settings, cache, hardware, ranks, shard)
         speed = for_accelerators.format_speed(facts["time"])
     print(json.dumps(facts) if as_json else "\n".join(format_report(facts, speed)))

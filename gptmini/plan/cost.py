@@ -142,12 +142,12 @@ def estimate_memory(config: Config, compute: "Compute") -> Memory:
         passing *= 2
     if itemsize < 4:
         passing += itemsize * (matrices + head)  # weights that autocast has converted
-    kept = rows * config.seq_len * _count_bytes_kept_per_token(config, compute)
+    kept = rows * config.seq_len * count_bytes_kept_per_token(config, compute)
     activations = int(ACTIVATIONS_MARGIN * max(kept + passing, orthogonalizing))
     return Memory(weights, weights, state, activations)
 
 
-def _count_bytes_kept_per_token(config: Config, compute: "Compute") -> int:
+def count_bytes_kept_per_token(config: Config, compute: "Compute") -> int:
     """Count what a forward pass keeps of a token for the backward pass, and its logits."""
     model = config.model
     itemsize = compute.dtype.itemsize

@@ -38,7 +38,7 @@ GUESTS = [
     "extras.interop",
     "extras.serve",
     "extras.sources",
-    "extras.cluster",
+    "extras.plans",
 ]
 # The only functions outside of commands and guests that import a guest: the file of each, its name
 # and the guest. Where the guest is deleted, each says in a line what is missing, or does without.

@@ -3,5 +3,5 @@
 For those who are about to rent a machine. Without this folder `gptmini size` plans for this machine
 only.
 
-report.py estimates a run; cluster.py finds what one of many ranks holds, sends and computes.
+plans.py computes what one of many ranks holds, sends and computes; report.py describes it.
 """

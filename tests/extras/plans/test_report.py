@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gptmini.errors import GptminiError
-from gptmini.extras.cluster import cluster
-from gptmini.extras.cluster import report as for_accelerators
+from gptmini.extras.plans import plans
+from gptmini.extras.plans import report as for_accelerators
 from gptmini.plan import report
 from gptmini.plan.cost import Memory
 from tests.support import SMALL
@@ -112,8 +112,8 @@ def test_each_option_reaches_the_estimate(gptmini, monkeypatch, words, changed):
 
 @pytest.mark.parametrize(("peak", "fits"), [(80e9 - 1, True), (80e9 + 1, False)])
 def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
-    def plan(config: Any, *_: Any) -> cluster.RankPlan:
-        return cluster.RankPlan(
+    def plan(config: Any, *_: Any) -> plans.RankPlan:
+        return plans.RankPlan(
             config=config.with_train(micro_batch_size=1),
             memory=Memory(0, 0, 0, int(peak)),
             memory_otherwise=int(8e9),
@@ -123,7 +123,7 @@ def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
             communication_seconds=60.0,
         )
 
-    monkeypatch.setattr(cluster, "plan_rank", plan)
+    monkeypatch.setattr(plans, "plan_rank", plan)
     words = ["--accelerator", "h100", "--ranks", "4", "--shard", "--network", "12.5"]
     facts = planned(gptmini, *words)
     assert (facts["memory_otherwise"], facts["micro_batch_size"]) == (8_000_000_000, 1)

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from gptmini.config.settings import Config
-from gptmini.extras.cluster import cluster
-from gptmini.extras.cluster.cluster import Accelerator
+from gptmini.extras.plans import plans
+from gptmini.extras.plans.plans import Accelerator
 from gptmini.plan.plan import Plan
 from gptmini.plan.report import describe_memory, describe_training, format_si
 from gptmini.plan.settle import make_plan
@@ -49,7 +49,7 @@ def _estimate_ranks(
     is_micro_batch_open: bool,
 ) -> dict[str, Any]:
     """Estimate the memory of one accelerator, and the time that `world_size` of them take."""
-    plan = cluster.plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
+    plan = plans.plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
     tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
     sharded = ", sharded" if shard else ""
     return {
@@ -70,8 +70,8 @@ def _estimate_ranks(
             "teraflops": accelerator.teraflops,
             "utilization": accelerator.utilization,
             "bandwidth": plan.bandwidth,
-            "reached": cluster.BANDWIDTH_EFFICIENCY,
-            "machine": cluster.ACCELERATORS_PER_NODE,
+            "reached": plans.BANDWIDTH_EFFICIENCY,
+            "machine": plans.ACCELERATORS_PER_NODE,
             "link": accelerator.link_gb_per_second,
             "network": accelerator.network_gbit_per_second,
             "memory": f"the {accelerator.gigabytes} GB of one {accelerator.name}",
