@@ -22,10 +22,9 @@ import torch
 import torch._dynamo  # the optimizer imports it, which takes longer than a run
 
 from gptmini.config.settings import Config
-from gptmini.distributed.group import join_group
-from gptmini.plan.broadcast import plan_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
+from gptmini.train.group import join_group
 
 STEPS = 24
 
@@ -76,7 +75,8 @@ def start_training(config: Config, folder: Path, name: str, n_ranks: int) -> lis
             with join_group() as group:
                 started = time.perf_counter()
                 cache = folder / "cache"
-                loop.train(plan_on_all_ranks(config, run, cache, started, group), run.path)
+                plan = group.make_plan(config, run, cache, started)
+                loop.train(plan, run.path, group=group)
             code = 0
         finally:
             os._exit(code)

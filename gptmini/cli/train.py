@@ -88,20 +88,19 @@ def train(
         if "-" not in paths:
             corpus.check_paths(paths, settings.data)
     from gptmini import console
-    from gptmini.distributed.group import join_group
     from gptmini.generate.run import load_run
-    from gptmini.plan.broadcast import plan_on_all_ranks
     from gptmini.plan.minutes import FINAL_SAMPLE_SECONDS
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import loop
+    from gptmini.train.group import join_group
 
     log.check_installed(settings.train.log_to)
     if base is not None and source is not None and is_new:
         import_once(base, source)
     with join_group() as group:
-        plan = plan_on_all_ranks(settings, RunDirectory(out), cache, started, group)
-        trained = loop.train(plan, out)
+        plan = group.make_plan(settings, RunDirectory(out), cache, started)
+        trained = loop.train(plan, out, group=group)
     if not trained or no_sample or group.rank:
         return
     run = load_run(out, settings.train.device, cache=cache)

@@ -544,7 +544,8 @@ def load_run(
         raise ConfigError(describe_own_model(directory.path))
     build = model or create_undrawn
     net = build(config.model).eval()
-    tensors = check_shapes(checkpoint.model, net.state_dict(), directory.checkpoints)
+    tensors = checkpoint.model
+    check_shapes(tensors, net.state_dict(), directory.checkpoints)
     net.load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
     precision.round_weights(net, weights)

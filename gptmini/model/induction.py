@@ -103,6 +103,5 @@ def add_to_head(projection: nn.Linear, change: Tensor) -> None:
 
 
 def add_to(weight: Tensor, change: Tensor) -> None:
-    """Add on the weight's device; what a weight without memory gets stays on the CPU (sharding)."""
-    has_memory = weight.device.type != "meta"
-    weight.add_(change.to(weight.device) if has_memory else change)
+    """Add on the weight's device."""
+    weight.add_(change.to(weight.device))

@@ -14,6 +14,8 @@ from gptmini.config.settings import TrainConfig
 from gptmini.errors import ConfigError
 from gptmini.model.gpt import GPT
 
+Orthogonalize = Callable[[Tensor], Tensor]  # (N, R, C) -> (N, R, C)
+
 
 def compute_learning_rate(config: TrainConfig, step: int) -> float:
     """Warm up linearly, stay at lr, then decay to min_lr: a warmup-stable-decay schedule.
@@ -57,6 +59,15 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return _equalize_columns(iterate_newton_schulz(_equalize_columns(matrices)))
 
 
+def orthogonalize_one_by_one(matrices: Tensor) -> Tensor:
+    """Orthogonalize matrices (N, R, C), each with bits that do not depend on the others.
+
+    In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
+    a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
+    """
+    return torch.cat([orthogonalize(matrix) for matrix in matrices.contiguous().split(1)])
+
+
 def _equalize_columns(matrices: Tensor) -> Tensor:
     """Scale the columns of matrices (N, R, C) to the length √(R/C), as if rows had length 1."""
     R, C = matrices.shape[1:]
@@ -93,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         matrices: list[Tensor],
         weight_decay: float,
         dtype: torch.dtype,
-        orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
+        orthogonalize: Orthogonalize = orthogonalize,
     ) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
         # Gradients are too small for float16.
@@ -182,7 +193,7 @@ class Optimizer:
         model: GPT,
         config: TrainConfig,
         dtype: torch.dtype = torch.float32,
-        orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
+        orthogonalize: Orthogonalize = orthogonalize,
     ) -> None:
         self.names: dict[Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters()

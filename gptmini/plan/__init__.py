@@ -5,6 +5,6 @@ resumed or the base, then the text is opened, then five steps settle what is ope
 minutes.py (sizes and steps for a given time, by the figures of estimates.py), recipe.py (learning
 rates, weight decay, dropout and tying, by the risk of overfitting) and timing.py (the machine: rows
 per pass, torch.compile), and these cost.py (arithmetic). plan.py is what comes out, which train/
-follows. cuda_graph.py makes a CUDA graph of the loss, for timing and for
-training. broadcast.py plans once for several processes; report.py is for `gptmini size`.
+follows. cuda_graph.py makes a CUDA graph of the loss, for timing and for training. report.py is for
+`gptmini size`.
 """

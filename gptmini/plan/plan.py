@@ -9,7 +9,6 @@ from pathlib import Path
 
 from gptmini.config.settings import Config
 from gptmini.data.token_file import Corpus
-from gptmini.distributed.group import SINGLE_PROCESS, Group
 from gptmini.plan.recipe import TextSize
 from gptmini.plan.timing import Machine, StepTime
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -61,4 +60,3 @@ class Plan:
     step_time: StepTime | None = None
     seconds_per_step: float | None = None
     compile_outcome: str = ""
-    group: Group = SINGLE_PROCESS

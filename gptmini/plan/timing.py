@@ -13,7 +13,6 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.console import say, show_elapsed, warn
-from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.machine import (
     Compute,
@@ -34,6 +33,7 @@ from gptmini.plan.cost import (
 from gptmini.plan.cuda_graph import create_loss
 from gptmini.plan.estimates import Estimates, get_estimates
 
+MAX_EXACT_WORLD_SIZE = 8  # up to which train.reduce=auto is exact
 # Of the speed of a matrix product, what training reaches: norms and attention are no products.
 SHARE_OF_PRODUCT_SPEED = 0.5
 PRODUCT_SECONDS = 0.3  # for measuring that speed

@@ -8,7 +8,7 @@
         model.safetensors  optimizer.safetensors  state.json
         manifest.json      size and SHA-256 of the three, written last
 
-Of a sharded model, each process writes tensor files of its own (see tensors.py).
+The weights may be in several files (see tensors.py).
 
 A checkpoint is written under a temporary name, synced, then renamed. Nothing in it is used before
 its bytes match the manifest, and loading it cannot run code.
@@ -24,10 +24,11 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,16 +38,7 @@ from gptmini.config.settings import Config
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, DataError, MachineError, describe_os_error
 from gptmini.runs import tensors
-from gptmini.runs.tensors import (
-    UNSHARDED,
-    Manifest,
-    RowSlice,
-    ShardSpec,
-    Tensors,
-    check_file,
-    list_files,
-    read_checkpoint_json,
-)
+from gptmini.runs.tensors import Manifest, Tensors, check_file, list_files, read_checkpoint_json
 from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -177,7 +169,7 @@ class RunDirectory:
 
     @property
     def _temporary(self) -> Path:
-        """The folder of the checkpoint that is being written, the last one of `begin_save`."""
+        """The folder of the checkpoint that is being written, the last one of `_begin_save`."""
         return max(self.checkpoints.glob(".tmp*"), default=self.checkpoints / ".tmp")
 
     # -- saving ------------------------------------------------------------------------------------
@@ -196,21 +188,38 @@ class RunDirectory:
 
         MachineError if it cannot be written; existing checkpoints stay intact.
         """
+        needed = sum(tensor.nbytes for tensor in checkpoint.model.values())
+        needed += sum(tensor.nbytes for tensor in checkpoint.optimizer.values())
         by_file = {
             "model.safetensors": checkpoint.model,
             "optimizer.safetensors": checkpoint.optimizer,
         }
-        needed = 0
-        for contents in by_file.values():
-            needed += sum(tensor.nbytes for tensor in contents.values())
-        manifest: Manifest = {}
-        with self._report_failed_save(checkpoint.step, needed):
-            self.begin_save()
-            for name, contents in by_file.items():
-                manifest[name] = tensors.write_tensors(self._temporary / name, contents)
-            self._commit(checkpoint.state, manifest, keep)
+        self._save(checkpoint.state, by_file.items(), needed, keep)
 
-    def begin_save(self) -> None:
+    def save_in_parts(
+        self, state: dict[str, Any], parts: Iterable[Tensors], count: int, needed: int
+    ) -> None:
+        """Write a checkpoint whose weights come in `count` parts, a file for each."""
+        names = (tensors.name_part("model", number + 1, count) for number in range(count))
+        optimizer: Tensors = {}
+        by_file = chain(zip(names, parts, strict=True), [("optimizer.safetensors", optimizer)])
+        self._save(state, by_file, needed)
+
+    def _save(
+        self,
+        state: dict[str, Any],
+        by_file: Iterable[tuple[str, Tensors]],
+        needed: int,
+        keep: int = 2,
+    ) -> None:
+        manifest: Manifest = {}
+        with self._report_failed_save(int(state["step"]), needed):
+            self._begin_save()
+            for name, contents in by_file:
+                manifest[name] = tensors.write_tensors(self._temporary / name, contents)
+            self._commit(state, manifest, keep)
+
+    def _begin_save(self) -> None:
         """Make an empty folder for the files of a checkpoint."""
         for leftover in self.checkpoints.glob(".tmp*"):  # of a process that was killed
             files.remove_tree(leftover)
@@ -218,28 +227,6 @@ class RunDirectory:
         held = max((path.name for path in self.checkpoints.glob(".tmp*")), default=None)
         name = ".tmp" if held is None else f"{held}~"
         (self.checkpoints / name).mkdir()  # without parents: if the run has been moved away, fail
-
-    def save_shard(
-        self, step: int, number: int, count: int, slices: dict[str, dict[str, RowSlice]]
-    ) -> Manifest:
-        """Write the tensors of one of `count` processes, from 1, after `begin_save`.
-
-        Returns the entries of the manifest for its files.
-        """
-        shard: Manifest = {}
-        needed = 0
-        for by_name in slices.values():
-            needed += sum(row_slice.rows.nbytes for row_slice in by_name.values())
-        with self._report_failed_save(step, needed):
-            for kind in TENSOR_FILE_KINDS:
-                shard |= tensors.write_shard(self._temporary, kind, number, count, slices[kind])
-        return shard
-
-    def finish_save(self, state: dict[str, Any], shards: Manifest, keep: int = 2) -> None:
-        """Make a checkpoint of all shards; `shards` has the entries that `save_shard` returned."""
-        needed = sum(map(len, _build_last_files(state, shards).values()))
-        with self._report_failed_save(int(state["step"]), needed):
-            self._commit(state, shards, keep)
 
     def _commit(self, state: dict[str, Any], manifest: Manifest, keep: int) -> None:
         """Write the last files of a checkpoint, give it its name, and delete old ones.
@@ -344,17 +331,17 @@ class RunDirectory:
         matches = (CHECKPOINT_NAME.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def load_newest(self, load: Callable[[int], Checkpoint] | None = None) -> Checkpoint | None:
+    def load_newest(self) -> Checkpoint | None:
         """Load the newest intact checkpoint; None if there never was one.
 
-        `load` reads that of a step. CheckpointError if there are checkpoints and all are damaged.
+        CheckpointError if there are checkpoints and all are damaged.
         """
-        load = load or partial(self.load_checkpoint, with_optimizer=True)
+        load = partial(self.load_checkpoint, with_optimizer=True)
         return self._load_first_intact(self.list_steps(), load)
 
-    def load_best(self, spec: ShardSpec = UNSHARDED) -> Checkpoint:
+    def load_best(self) -> Checkpoint:
         """Load the best checkpoint, else the newest intact one, without the optimizer's state."""
-        return self._choose_best(partial(self.load_checkpoint, spec=spec))
+        return self._choose_best(self.load_checkpoint)
 
     def find_best(self) -> Checkpoint:
         """Find the checkpoint that `load_best` loads, without its tensors.
@@ -413,20 +400,18 @@ class RunDirectory:
         except CheckpointError:
             return False
 
-    def load_checkpoint(
-        self, step: int, with_optimizer: bool = False, spec: ShardSpec = UNSHARDED
-    ) -> Checkpoint:
-        """Load the checkpoint of a step, or the rows of `spec`; CheckpointError if damaged."""
+    def load_checkpoint(self, step: int, with_optimizer: bool = False) -> Checkpoint:
+        """Load the checkpoint of a step; CheckpointError if damaged."""
         folder = self._get_folder(step)
         state, manifest = self._read_state(step)
-        model = tensors.read_tensors(folder, "model", manifest, spec)
+        model = tensors.read_tensors(folder, "model", manifest)
         if spoiled := tensors.find_infinite(model):
             raise CheckpointError(
                 f"{folder}: {spoiled} has numbers that are not finite; train the run again"
             )
         optimizer: Tensors = {}
         if with_optimizer:
-            optimizer = tensors.read_tensors(folder, "optimizer", manifest, spec)
+            optimizer = tensors.read_tensors(folder, "optimizer", manifest)
         digest = tensors.compute_digest("model", folder, manifest)
         return Checkpoint(state, model, optimizer, digest)
 

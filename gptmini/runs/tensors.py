@@ -1,20 +1,13 @@
-"""Writes, verifies and reads the tensor files of a checkpoint, whole or in shards.
+"""Writes, verifies and reads the tensor files of a checkpoint.
 
-One process writes `model.safetensors`. Of several that share the weights, process 2 of 4 writes
-`model-00002-of-00004.safetensors` with its rows of every tensor, and the manifest tells where they
-belong. Any number of processes reads either, each the rows that it needs.
-
-The HuggingFaceStorageWriter of torch.distributed.checkpoint writes a safetensors file per rank too,
-but no manifest or checksum for them; its reader believes whatever files lie in the folder, and both
-plan with pickled messages between ranks. The promises of a run (no pickle, a manifest written last,
-the SHA-256 of every file, the old checkpoint whole wherever a save is killed) need this layout.
+Training writes `model.safetensors`. Weights that are converted while they are written are in
+several files, such as `model-00002-of-00004.safetensors`.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +23,8 @@ Tensors = dict[str, Tensor]
 NamedTensors = Iterable[tuple[str, Tensor]]
 Manifest = dict[str, Any]
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.int64}  # of what is written here
-# What damaged names, numbers and shapes make Python and torch raise.
-DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 OS_ERROR = re.compile(r"os error ([0-9]+)")
 SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
-
-
-@dataclass(frozen=True)
-class RowSlice:
-    """Some rows of a tensor, the first of them at `start`; a scalar has no rows and is whole.
-
-    `shape` is that of the whole tensor.
-    """
-
-    rows: Tensor
-    start: int
-    shape: tuple[int, ...]
-
-
-def _slice_all_rows(count: int) -> slice:
-    return slice(0, count)
-
-
-def _keep_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return rows
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """Names the rows to read of each tensor: of n rows those in `slice_rows(n)`.
-
-    `to_tensor(rows, shape)` gets the shape of the whole tensor. By default, all rows are read.
-    """
-
-    slice_rows: Callable[[int], slice] = _slice_all_rows
-    to_tensor: Callable[[Tensor, tuple[int, ...]], Tensor] = _keep_rows
-
-
-UNSHARDED = ShardSpec()
 
 
 def describe_file(data: bytes) -> dict[str, Any]:
@@ -103,20 +60,9 @@ def _prepare_to_save(tensors: Tensors) -> Tensors:
     return prepared
 
 
-def write_shard(
-    folder: Path, kind: str, number: int, count: int, slices: dict[str, RowSlice]
-) -> Manifest:
-    """Write the file of one of `count` processes, from 1; returns its entry in the manifest."""
-    name = f"{kind}-{number:05d}-of-{count:05d}.safetensors"
-    layout = {}
-    for key, row_slice in slices.items():
-        layout[key] = {
-            "start": row_slice.start,
-            "rows": list(row_slice.rows.shape[:1]),  # empty for a scalar
-            "shape": row_slice.shape,
-        }
-    rows = {key: row_slice.rows for key, row_slice in slices.items()}
-    return {name: write_tensors(folder / name, rows) | {"tensors": layout}}
+def name_part(kind: str, number: int, count: int) -> str:
+    """Return the name of one of the `count` files, from 1, that tensors are written in."""
+    return f"{kind}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def list_files(kind: str, folder: Path, manifest: Manifest) -> list[str]:
@@ -127,7 +73,7 @@ def list_files(kind: str, folder: Path, manifest: Manifest) -> list[str]:
     matches = [match for match in map(SHARD_NAME.fullmatch, manifest) if match and match[1] == kind]
     count = int(matches[0][3]) if matches else 1
     found = sorted(match[0] for match in matches)
-    expected = [f"{kind}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    expected = [name_part(kind, n, count) for n in range(1, count + 1)]
     if found != expected:
         raise CheckpointError(f"{folder}: damaged (manifest.json does not name all of the {kind})")
     return found
@@ -141,80 +87,38 @@ def compute_digest(kind: str, folder: Path, manifest: Manifest) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def read_tensors(
-    folder: Path, kind: str, manifest: Manifest, spec: ShardSpec = UNSHARDED
-) -> Tensors:
-    """Read the tensors of the model or the optimizer; opens only the files with rows of `spec`.
+def read_tensors(folder: Path, kind: str, manifest: Manifest) -> Tensors:
+    """Read the tensors of the model or the optimizer; CheckpointError if a file is damaged.
 
-    CheckpointError for a file that is damaged, and for rows that no file has.
+    The files of a sharded model of earlier versions have some rows of every tensor each, which the
+    manifest places.
     """
-    found: dict[str, list[RowSlice]] = {}
+    parts: dict[str, list[tuple[int, Tensor]]] = {}  # of each tensor: first row, rows
     for name in list_files(kind, folder, manifest):
+        loaded = _load_tensors(folder / name, manifest)
         try:
-            for key, row_slice in _read_slices(folder / name, manifest, spec).items():
-                found.setdefault(key, []).append(row_slice)
+            layout = manifest[name].get("tensors", {})
+            for key, tensor in loaded.items():
+                start = int(layout[key]["start"]) if key in layout else 0
+                parts.setdefault(key, []).append((start, tensor))
         # The manifest itself has no checksum, so its layout may be anything.
-        except DAMAGE as error:
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise CheckpointError(f"{folder / name}: damaged ({error!r} in its layout)") from None
-    return {key: _join_slices(f"{folder}: {key}", slices, spec) for key, slices in found.items()}
+    return {key: _join_rows(f"{folder}: {key}", found) for key, found in parts.items()}
 
 
-def _read_slices(path: Path, manifest: Manifest, spec: ShardSpec) -> dict[str, RowSlice]:
-    """Read the rows of `spec` that a file has, perhaps none, by tensor.
-
-    The manifest tells which rows of a shard are where, so a shard without any is never opened.
-    """
-    layout = manifest[path.name].get("tensors")
-    tensors = None if layout else _load_tensors(path, manifest)
-    if tensors is not None:
-        layout = {}
-        for key, tensor in tensors.items():
-            layout[key] = {"start": 0, "rows": tensor.shape[:1], "shape": tensor.shape}
-    slices = {}
-    # Scalars last: every file has them, so they are read from those that are open anyway.
-    for key, place in sorted(layout.items(), key=lambda item: not item[1]["shape"]):
-        start = int(place["start"])
-        shape = tuple(map(int, place["shape"]))
-        if not shape:
-            if tensors is not None:
-                slices[key] = RowSlice(tensors[key].reshape(()), 0, shape)
-            continue
-        count = int(place["rows"][0])
-        wanted = spec.slice_rows(shape[0])
-        first = max(wanted.start, start)
-        last = min(wanted.stop, start + count)
-        rows = torch.empty(0, *shape[1:])
-        if first < last:
-            tensors = _load_tensors(path, manifest) if tensors is None else tensors
-            rows = tensors[key]
-            if rows.shape != (count, *shape[1:]):
-                raise ValueError(f"{key} has another shape")
-            if last - first < count:  # a copy, as a view would keep the whole file in memory
-                rows = rows[first - start : last - start].clone()
-        slices[key] = RowSlice(rows, first, shape)
-    return slices
-
-
-def _join_slices(where: str, slices: list[RowSlice], spec: ShardSpec) -> Tensor:
-    """Return the wanted rows of a tensor from the slices that the files have of it."""
-    shape = slices[0].shape
-    if not shape:
-        return slices[0].rows
-    wanted = spec.slice_rows(shape[0])
-    next_row = wanted.start
-    rows = []
-    filled = [row_slice for row_slice in slices if len(row_slice.rows)]
-    for row_slice in sorted(filled, key=lambda row_slice: row_slice.start):
-        if row_slice.start != next_row or row_slice.shape != shape:
-            break
-        next_row += len(row_slice.rows)
-        rows.append(row_slice.rows)
-    if next_row != wanted.stop:
-        raise CheckpointError(f"{where}: damaged (row {next_row} is missing)")
-    if len(rows) == 1:
-        return spec.to_tensor(rows[0], shape)
-    no_rows = torch.empty(0, *shape[1:])  # torch.cat takes no empty list
-    return spec.to_tensor(torch.cat([no_rows, *rows]), shape)
+def _join_rows(where: str, parts: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the tensor whose rows lie in several files; scalars are in each of them."""
+    if len(parts) == 1 or not parts[0][1].shape:
+        return parts[0][1]
+    rows: list[Tensor] = []
+    next_row = 0
+    for start, tensor in sorted(parts, key=lambda part: part[0]):
+        if start != next_row and len(tensor):
+            raise CheckpointError(f"{where}: damaged (row {next_row} is missing)")
+        next_row += len(tensor)
+        rows.append(tensor)
+    return torch.cat(rows)
 
 
 def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
@@ -274,8 +178,8 @@ def find_infinite(tensors: Tensors) -> str:
     return ""
 
 
-def check_shapes(tensors: Tensors, expected: Tensors, where: Path) -> Tensors:
-    """Return the tensors if their names and shapes are those expected; else CheckpointError."""
+def check_shapes(tensors: Tensors, expected: Tensors, where: Path) -> None:
+    """CheckpointError unless the tensors have the names and shapes that are expected."""
     lines = [
         f"{where}: tensor {name}: {_format_shape(tensors, name)} in the checkpoint, "
         f"{_format_shape(expected, name)} in the model; use the configuration it was trained with"
@@ -284,7 +188,6 @@ def check_shapes(tensors: Tensors, expected: Tensors, where: Path) -> Tensors:
     ]
     if lines:
         raise CheckpointError(*lines)
-    return tensors
 
 
 def _format_shape(tensors: Tensors, name: str) -> str:

@@ -8,10 +8,10 @@ from gptmini.console import iter_with_progress
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress
-from gptmini.runs.tensors import Manifest, NamedTensors, RowSlice, Tensors
+from gptmini.runs.tensors import NamedTensors, Tensors
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# Weights of more bytes are written in several files, as by several processes, one at a time.
+# Weights of more bytes are written in several files, one at a time.
 PART_BYTES = 50_000_000
 
 
@@ -27,19 +27,14 @@ def write_run(
     progress = Progress("", tokenizer.fingerprint, source=source)
     run.create(config, tokenizer)
     parts = _split_into_parts(create_meta_tensors(config.model))
-    run.check_space(sum(sum(sizes.values()) for sizes in parts))
+    needed = sum(sum(sizes.values()) for sizes in parts)
+    run.check_space(needed)
     remaining = iter(iter_with_progress(weights, "converting", sum(map(len, parts))))
     if len(parts) == 1:
         run.save(Checkpoint(asdict(progress), dict(remaining), {}))
         return
-    run.begin_save()
-    manifest: Manifest = {}
-    for number, names in enumerate(parts, 1):
-        part = dict(islice(remaining, len(names)))
-        slices = {name: RowSlice(tensor, 0, tuple(tensor.shape)) for name, tensor in part.items()}
-        by_kind = {"model": slices, "optimizer": {}}
-        manifest |= run.save_shard(0, number, len(parts), by_kind)
-    run.finish_save(asdict(progress), manifest)
+    loaded = (dict(islice(remaining, len(names))) for names in parts)
+    run.save_in_parts(asdict(progress), loaded, len(parts), needed)
 
 
 def _split_into_parts(metas: Tensors) -> list[dict[str, int]]:

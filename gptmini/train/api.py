@@ -14,13 +14,12 @@ from torch import Tensor
 
 from gptmini.config.load import find_config_file, load_config, validate
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.distributed.group import join_group
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
-from gptmini.plan.broadcast import plan_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
+from gptmini.train.group import join_group
 from gptmini.train.state import CustomParts
 
 
@@ -66,6 +65,6 @@ def fit(
     directory = RunDirectory(Path(out))
     own = CustomParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:
-        plan = plan_on_all_ranks(requested, directory, cache, started, group)
-        loop.train(plan, directory.path, own)
+        plan = group.make_plan(requested, directory, cache, started)
+        loop.train(plan, directory.path, own, group)
     return load_run(out, requested.train.device, "float32", cache, model=model)

@@ -1,4 +1,4 @@
-"""Builds a run at step 0: model, optimizer and batches, whole or sharded over the ranks."""
+"""Builds a run at step 0: model, optimizer and batches."""
 
 from functools import partial
 
@@ -6,12 +6,6 @@ import torch
 
 from gptmini import machine
 from gptmini.console import show_elapsed
-from gptmini.distributed.checkpoint_store import (
-    CheckpointStore,
-    ShardedCheckpoints,
-    WholeCheckpoints,
-)
-from gptmini.distributed.placement import Placement, Replicated
 from gptmini.errors import ConfigError
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.optim import Optimizer
@@ -21,11 +15,14 @@ from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, GivenBatches, seed_from
+from gptmini.train.group import SINGLE_PROCESS, Group
 from gptmini.train.state import FIRST_LOSS_SCALE, CustomParts, Training
 
 
 @show_elapsed("building the model")
-def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None) -> Training:
+def build_training(
+    plan: Plan, run: RunDirectory, own: CustomParts | None = None, group: Group = SINGLE_PROCESS
+) -> Training:
     """Build the training state of a run at step 0; writes nothing.
 
     ConfigError for a text of sample.bias or sample.ban that is not one token, and for a module or
@@ -35,16 +32,14 @@ def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None
     config = plan.config
     corpus = plan.corpus
     compute = plan.machine.compute
-    group = plan.group
     train = config.train
-    placement, checkpoints = _choose_placement(plan, run)
-    if placement.is_sharded and (own.model is not None or own.optimizer is not None):
+    if group.is_sharded and (own.model is not None or own.optimizer is not None):
         raise ConfigError("train.shard: not with a model or optimizer of your own; set it to off")
 
     # Fixed here for all ranks: the same weights everywhere.
     torch.manual_seed(seed_from(train.seed))
     if own.model is None:
-        model = placement.create_model(config.model)
+        model = group.create_model(config.model, compute)
     else:
         model = own.model(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
@@ -60,7 +55,8 @@ def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None
     rank_rows = train.batch_size // group.world_size
     micro_batch_size = train.micro_batch_size or rank_rows
     n = rank_rows // micro_batch_size  # micro-batches of each rank
-    micro_batches = placement.list_micro_batches(n)
+    # A block of the step's micro-batches for each rank: a subtree of exact sums.
+    micro_batches = list(range(group.rank * n, (group.rank + 1) * n))
     rows: list[int] = []
     for number in micro_batches:
         first = number * micro_batch_size
@@ -78,7 +74,7 @@ def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None
     if own.batches is not None:
         batches = GivenBatches(own.batches, config.seq_len, train.batch_size, rows)
     if own.optimizer is None:
-        optimizer = placement.create_optimizer(model, train)
+        optimizer = group.create_optimizer(model, train, compute)
     else:
         optimizer = Optimizer.wrap(own.optimizer(model), model)
     return Training(
@@ -91,9 +87,7 @@ def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None
         optimizer=optimizer,
         batches=batches,
         micro_batches=micro_batches,
-        gradients=placement.create_gradients(model, n),
-        placement=placement,
-        checkpoints=checkpoints,
+        gradients=group.create_gradients(model, train.reduce, n),
         group=group,
         compute=compute,
         progress=progress,
@@ -103,20 +97,6 @@ def build_training(plan: Plan, run: RunDirectory, own: CustomParts | None = None
         own=own,
         started=plan.machine.started,
     )
-
-
-def _choose_placement(plan: Plan, run: RunDirectory) -> tuple[Placement, CheckpointStore]:
-    """Return how the ranks hold the model and its checkpoints: the one place that asks."""
-    group = plan.group
-    train = plan.config.train
-    if train.shard and group.world_size > 1:
-        # Imported for several ranks alone, as it needs what some builds of PyTorch lack: those made
-        # without torch.distributed, on Macs and small boards, train on a single process.
-        from gptmini.distributed.sharding import Sharded  # noqa: PLC0415
-
-        sharded = Sharded(group, plan.machine.compute)
-        return sharded, ShardedCheckpoints(run, group, sharded)
-    return Replicated(group, plan.machine.compute, train.reduce), WholeCheckpoints(run, group)
 
 
 def _start_progress(plan: Plan) -> Progress:

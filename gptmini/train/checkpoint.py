@@ -3,7 +3,8 @@
 A run exists once its configuration is written. Weights that are not drawn from the seed must be
 saved before that: a run without a checkpoint begins from random weights.
 
-How ranks share the work is for distributed/checkpoint_store.py to know.
+Only rank 0 reads and writes files, and the others send it what they hold and get theirs from it. So
+a checkpoint is the same whatever number of ranks wrote it.
 """
 
 from dataclasses import asdict, fields
@@ -14,7 +15,7 @@ from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
-from gptmini.runs.tensors import check_shapes
+from gptmini.runs.tensors import check_shapes, find_infinite
 from gptmini.train.messages import describe_divergence, say_if_rate_rises, warn_of_other_bits
 from gptmini.train.state import Training
 
@@ -49,7 +50,7 @@ def _resume(training: Training, existing: Config) -> None:
     group = training.group
     group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
     with show_elapsed("loading the newest checkpoint"):
-        checkpoint = training.checkpoints.load_newest()
+        checkpoint = group.read(run.load_newest)
     if checkpoint is not None:
         restore_checkpoint(training, checkpoint)
         warn_of_other_bits(existing, config, run)
@@ -71,7 +72,8 @@ def _resume(training: Training, existing: Config) -> None:
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
     """Load the weights that the configuration names; CheckpointError if they are gone."""
     with show_elapsed("loading the base"):
-        checkpoint = training.checkpoints.load_best_of(base)
+        checkpoint = training.group.read(base.load_best)
+    assert checkpoint is not None
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
             f"{base.path}: its best checkpoint is damaged, or changed while this run was "
@@ -79,9 +81,30 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
         )
     if checkpoint.state.get("own_model") and training.own.model is None:
         raise ConfigError(describe_own_model(base.path))
-    model = training.model
-    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), base.checkpoints))
+    _load_weights(training, checkpoint, base.checkpoints)
     training.progress.source = checkpoint.state.get("source", "")
+
+
+def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> None:
+    """Load weights that rank 0 has read; CheckpointError for those of another model."""
+    group = training.group
+    expected = training.model.state_dict()
+    group.on_rank_zero(lambda: check_shapes(checkpoint.model, expected, where))
+    training.model.load_state_dict(group.scatter(checkpoint.model))
+
+
+def _load_optimizer(training: Training, checkpoint: Checkpoint) -> None:
+    """Load the optimizer's state, or none: that of a base, or of another loop."""
+    group = training.group
+    optimizer = training.optimizer
+    tensors = group.scatter(checkpoint.optimizer)
+    if not tensors:
+        optimizer.reset()
+        return
+    if optimizer.has_known_state:
+        expected = optimizer.expected_state_dict()
+        group.on_rank_zero(lambda: check_shapes(tensors, expected, training.run.checkpoints))
+    optimizer.load_state_dict(tensors)
 
 
 def create_run(training: Training) -> None:
@@ -106,13 +129,14 @@ def save_checkpoint(training: Training) -> None:
     """
     if training.saved_step == training.step:
         return
-    weights = training.model.state_dict()
-    if not training.checkpoints.are_finite(weights):
+    group = training.group
+    weights = group.gather(training.model.state_dict())
+    optimizer = group.gather(training.optimizer.state_dict())
+    if group.on_rank_zero(lambda: find_infinite(weights)):
         raise DivergedError(describe_divergence(training, "weights that are not finite"))
     training.progress.elapsed = training.elapsed
-    state = asdict(training.progress)
-    optimizer = training.optimizer.state_dict()
-    training.checkpoints.save(state, weights, optimizer, training.config.train.keep)
+    checkpoint = Checkpoint(asdict(training.progress), weights, optimizer)
+    group.on_rank_zero(lambda: training.run.save(checkpoint, training.config.train.keep))
     training.saved_step = training.step
 
 
@@ -123,15 +147,8 @@ def restore_checkpoint(training: Training, checkpoint: Checkpoint) -> None:
     """
     run = training.run
     saved = _read_progress(training, checkpoint)
-    model = training.model
-    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), run.checkpoints))
-    if not checkpoint.optimizer:  # the weights of a base, or of another loop
-        training.optimizer.reset()
-    else:
-        if training.optimizer.has_known_state:
-            expected = training.optimizer.expected_state_dict()
-            check_shapes(checkpoint.optimizer, expected, run.checkpoints)
-        training.optimizer.load_state_dict(checkpoint.optimizer)
+    _load_weights(training, checkpoint, run.checkpoints)
+    _load_optimizer(training, checkpoint)
     training.group.on_rank_zero(lambda: run.set_aside_after(checkpoint.step))
     _update_environment(training, saved)
     training.progress = saved

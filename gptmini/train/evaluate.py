@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.distributed.group import SINGLE_PROCESS, Group
 from gptmini.errors import DataError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.losses import compute_token_losses
 from gptmini.train.batches import IGNORE_INDEX
+from gptmini.train.group import SINGLE_PROCESS, Group
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 # How many blocks of text are taken as independent, and what Student's |t| of their mean exceeds in
@@ -140,7 +140,7 @@ def evaluate(
         # With sharded weights, every rank must make equally many passes, or all-gathers hang.
         compute_token_losses(model, inputs, inputs)
     model.train(was_training)
-    sums = group.all_gather(torch.cat(parts, 1)).sum(0)  # (ranks, 4, N) -> (4, N)
+    sums = group.sum_over_ranks(torch.cat(parts, 1))  # (4, N)
     nats, tokens, text_bytes, correct = sums.numpy()
     if not tokens.any():
         raise DataError("validation: no tokens of an answer to evaluate; hold out more of the text")

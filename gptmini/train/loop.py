@@ -26,6 +26,7 @@ from gptmini.train.batches import iter_validation_batches
 from gptmini.train.build import build_training
 from gptmini.train.checkpoint import create_or_resume, save_checkpoint
 from gptmini.train.evaluate import evaluate
+from gptmini.train.group import SINGLE_PROCESS, Group
 from gptmini.train.messages import (
     describe_divergence,
     describe_finished,
@@ -42,7 +43,9 @@ from gptmini.train.step import train_step
 STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minutes again
 
 
-def train(plan: Plan, out: Path, own: CustomParts | None = None) -> bool:
+def train(
+    plan: Plan, out: Path, own: CustomParts | None = None, group: Group = SINGLE_PROCESS
+) -> bool:
     """Train a run to its last step, resuming it if it exists; False if it was finished already.
 
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
@@ -50,8 +53,7 @@ def train(plan: Plan, out: Path, own: CustomParts | None = None) -> bool:
     Stopped after a signal, once everything is saved.
     """
     run = RunDirectory(out)
-    training = build_training(plan, run, own)
-    group = training.group
+    training = build_training(plan, run, own, group)
     with training.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
         create_or_resume(training, plan.requested.existing)
         if _is_finished(training):
@@ -147,7 +149,7 @@ def evaluate_and_sample(training: Training) -> dict[str, Any]:
     """Return what is logged at each evaluation."""
     losses = evaluate_validation(training)
     # Only rank 0 logs. A sharded model needs every rank for a forward pass, though.
-    samples_here = training.group.rank == 0 or training.placement.is_sharded
+    samples_here = training.group.rank == 0 or training.group.is_sharded
     sample = generate_sample(training) if samples_here else ""
     peak_memory = machine.get_peak_memory(training.compute.device)
     return losses | {"sample": sample, "peak_memory": peak_memory}

@@ -30,7 +30,7 @@ def say_header_lines(training: Training, plan: Plan) -> None:
     say_header(_describe_length(training, plan, epochs))
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
-    if is_worth_saying and not training.placement.is_sharded:
+    if is_worth_saying and not training.group.is_sharded:
         say_header(_describe_memory(memory))
     held_out = training.corpus.held_out
     if train.eval_tokens is not None and train.eval_tokens < held_out:
@@ -103,7 +103,7 @@ def _describe_machine(training: Training, plan: Plan) -> str:
     ]
     if progress.deterministic:
         parts.append("deterministic")
-    if training.placement.is_sharded:
+    if training.group.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
     if train.compile == "on" and plan.compile_outcome:
         parts.append(f"compile on: {plan.compile_outcome}")

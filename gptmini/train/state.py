@@ -22,10 +22,6 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
 
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.data.token_file import Corpus
-    from gptmini.distributed.checkpoint_store import CheckpointStore
-    from gptmini.distributed.gradients import Gradients
-    from gptmini.distributed.group import Group
-    from gptmini.distributed.placement import Placement
     from gptmini.machine import Compute
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer
@@ -34,6 +30,8 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.runs.directory import RunDirectory
     from gptmini.runs.progress import Progress
     from gptmini.train.batches import Batches
+    from gptmini.train.gradients import Gradients
+    from gptmini.train.group import Group
 
 RECENT_LOSSES = 50  # with which a new one is compared
 FIRST_LOSS_SCALE = 2.0**16  # in float16
@@ -71,8 +69,6 @@ class Training:
     batches: Batches
     micro_batches: list[int]
     gradients: Gradients
-    placement: Placement
-    checkpoints: CheckpointStore
     group: Group
     compute: Compute
     progress: Progress
@@ -113,5 +109,6 @@ class Training:
         context = ExitStack()
         if self.config.train.compile == "on":
             context.enter_context(torch.compiler.set_stance("force_eager"))
-        context.enter_context(self.placement.enter_inference())
+        if self.group.is_sharded:  # its matrices are gathered in the type of training
+            context.enter_context(self.compute.autocast())
         return context

@@ -3,7 +3,9 @@
 Letters: B rows of a batch, T positions, W processes.
 """
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -61,9 +63,8 @@ def _count_rows(training: Training, targets: Tensor) -> float:
     """
     if not training.corpus.has_ignored and training.own.batches is None:
         return training.config.train.batch_size
-    n_counted = int((targets >= 0).sum())
-    n_counted_on_all = training.group.all_reduce_sum([n_counted])
-    return max(1, n_counted_on_all) / targets.shape[1]
+    n_counted = training.group.sum_over_ranks((targets >= 0).sum())
+    return max(1, int(n_counted)) / targets.shape[1]
 
 
 def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
@@ -98,7 +99,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
     # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the
     # same numbers in the same order.
-    all_losses = [0.0] * (settings.batch_size // size)
-    for micro, value in zip(training.micro_batches, own_losses, strict=True):
-        all_losses[micro] = value
-    return training.group.all_reduce_sum(all_losses), norm
+    all_losses = torch.zeros(settings.batch_size // size, dtype=torch.float64)
+    all_losses[training.micro_batches] = torch.tensor(own_losses, dtype=torch.float64)
+    losses_in_order = training.group.sum_over_ranks(all_losses).tolist()
+    return functools.reduce(operator.add, losses_in_order), norm

@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from gptmini.config.settings import ModelConfig, SampleConfig
-from gptmini.distributed.gradients import Gradients
-from gptmini.distributed.group import Group
 from gptmini.extras.engine.device_draw import draw_on_device
 from gptmini.extras.engine.packing import copy_as
 from gptmini.generate.engine import TorchEngine
@@ -35,6 +33,8 @@ from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
 from gptmini.model.losses import compute_token_losses
 from gptmini.model.optim import Muon, Optimizer
+from gptmini.train.gradients import Gradients
+from gptmini.train.group import Group
 from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 from tests.support import tiny

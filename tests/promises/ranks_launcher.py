@@ -23,10 +23,9 @@ import torch._dynamo  # by torch's optimizers, when the first one is made
 
 from gptmini import files
 from gptmini.cli import app
-from gptmini.distributed import group, sharding  # noqa: F401 - takes seconds to import
 from gptmini.errors import CheckpointError
+from gptmini.extras.parallel import planning, ranks, sharding  # noqa: F401 - slow to import
 from gptmini.model.gpt import GPT
-from gptmini.plan import broadcast
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, loop
 
@@ -103,7 +102,7 @@ def full(rank: int) -> None:
 
 def silent(rank: int) -> None:
     """Rank 1 hangs where rank 0 waits for what it has to say."""
-    group.FACTS_TIMEOUT_SECONDS = 20
+    ranks.FACTS_TIMEOUT_SECONDS = 20
     if rank == 1:
         save = loop.save_checkpoint
 
@@ -116,7 +115,7 @@ def silent(rank: int) -> None:
 
 def stuck(rank: int) -> None:
     """Rank 1 hangs in its third update, while rank 0 waits in a collective."""
-    group.COLLECTIVE_TIMEOUT_SECONDS = 20
+    ranks.COLLECTIVE_TIMEOUT_SECONDS = 20
     signalled(rank, signal.SIGSTOP)
 
 
@@ -133,21 +132,21 @@ def watched(rank: int) -> None:
 
 def misread(rank: int) -> None:
     """Rank 1 reads another text."""
-    opened = broadcast.prepare_corpus
+    opened = planning.prepare_corpus
     if rank == 1:
-        broadcast.prepare_corpus = lambda *inputs, **options: replace(
+        planning.prepare_corpus = lambda *inputs, **options: replace(
             opened(*inputs, **options), content="another"
         )
 
 
 def unreadable(rank: int) -> None:
-    """Rank 1 cannot read the checkpoint that rank 0 has chosen."""
+    """Rank 0 cannot read the checkpoint; the others read none."""
 
     def failing(run: RunDirectory, step: int, **_: object) -> None:
+        assert rank == 0
         raise CheckpointError(f"{run.checkpoints}: step {step}: damaged")
 
-    if rank == 1:
-        RunDirectory.load_checkpoint = failing
+    RunDirectory.load_checkpoint = failing
 
 
 TIMEOUT_SECONDS = 500

@@ -24,7 +24,6 @@ ROOMS = [
     "data",
     "model",
     "runs",
-    "distributed",
     "generate",
     "plan",
     "train",
@@ -33,6 +32,7 @@ ROOMS = [
 ]
 GUESTS = [
     "extras.engine",
+    "extras.parallel",
     "extras.page",
     "extras.compare",
     "extras.interop",
@@ -45,6 +45,7 @@ GUESTS = [
 GUEST_DOORS = {
     ("generate.engine", "open_engine", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
+    ("train.group", "join_group", "extras.parallel"),
 }
 DOORS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
@@ -81,7 +82,7 @@ NEVER_LOADS = {  # importing the module on the left loads none of those on the r
     "gptmini.train.step": [
         "gptmini.plan",
         "gptmini.runs",
-        "gptmini.distributed",
+        "gptmini.train.group",
         "gptmini.machine",
     ],
     "gptmini.figures.plots": ["gptmini.train", "torch"],
@@ -259,7 +260,9 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
     used = {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, names)}
     allowed = {
         "console": CONSOLE_ONLY,
-        "distributed.group": {"os.environ"},  # torchrun's variables
+        "train.group": {"os.environ"},  # torchrun's variables
+        "extras.parallel.ranks": {"os.environ"},
+        "extras.parallel.group": {"os.environ"},
         "machine": {"os.environ"},  # the one that cuBLAS reads
         "files": {"os.environ"},  # where the desktop keeps caches
     }

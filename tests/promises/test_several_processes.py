@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptmini.distributed import group
-from gptmini.errors import ConfigError, RankError
+from gptmini.errors import ConfigError, MachineError, RankError
+from gptmini.extras.parallel import ranks
 from gptmini.runs.directory import RunDirectory
+from gptmini.train.group import join_group
 from tests.samples import CHAT_TOKENIZER, run_of, uneven_chats
 from tests.support import ROOT, needs_posix, prose
 
@@ -238,13 +239,13 @@ def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
     assert run.list_steps() == []
 
 
-def test_a_rank_that_cannot_read_the_checkpoint_ends_all_with_its_line(train):
+def test_a_checkpoint_that_rank_0_cannot_read_ends_all_with_its_line(train):
     train(1, train={"steps": 2})
     _, codes, said = train(2, fault="unreadable")
     assert codes == [4, 4]
-    (line,) = errors(said)
-    assert line.startswith("gptmini: rank 1: ")
-    assert line.endswith("step 2: damaged")
+    first, second = errors(said)
+    assert first.endswith("step 2: damaged")
+    assert "every checkpoint is damaged" in second
 
 
 def test_a_full_disk_on_rank_0_ends_all_with_its_line(train):
@@ -277,18 +278,25 @@ def test_ranks_with_another_text_are_refused(train):
 
 def test_half_of_torchruns_variables_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE: not set, but RANK is"), group.join_group():
+    with pytest.raises(ConfigError, match="WORLD_SIZE: not set, but RANK is"), join_group():
+        pass
+
+
+def test_several_processes_without_the_wing_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "gptmini.extras.parallel", None)
+    with pytest.raises(MachineError, match="extras/parallel is not in this copy"), join_group():
         pass
 
 
 def test_ranks_that_never_come_are_counted(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    monkeypatch.setattr(group, "COLLECTIVE_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(ranks, "COLLECTIVE_TIMEOUT_SECONDS", 1)
     values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4}
     for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(RankError, match="1/4"), group.join_group():
+    with pytest.raises(RankError, match="1/4"), join_group():
         pass
 
 

@@ -3,8 +3,6 @@ import torch
 from torch import nn
 
 from gptmini.config.settings import ModelConfig, TrainConfig
-from gptmini.distributed.gradients import make_orthogonalize, orthogonalize_one_by_one
-from gptmini.distributed.group import Group
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import (
     Muon,
@@ -149,41 +147,6 @@ def test_a_neuron_without_gradients_stays_where_it_is():
     assert lengths[3] == 0
     assert lengths[5] < 0.02
     assert lengths[[0, 1, 2, 4]].tolist() == pytest.approx([0.5] * 4)
-
-
-class Recording(Group):
-    """One of several processes, which keeps what it would send."""
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.sent = tensor
-        return torch.stack([tensor] * self.world_size)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(10, 35), (3, 7), (16, 35), (16, 32), (22, 44), (33, 77)])
-@pytest.mark.parametrize("count", [1, 4, 8, 9])
-def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, count):
-    """Kernels may round otherwise for one matrix than for several, and by its alignment."""
-    generator = torch.Generator().manual_seed(0)
-    matrices = torch.randn(count, *shape, generator=generator).to(dtype)
-    alone = make_orthogonalize(Group(), "exact")(matrices)
-    assert alone.float() == pytest.approx(orthogonalize(matrices).float(), abs=0.05)
-    for world_size in range(2, 9):
-        sent = []
-        for rank in range(world_size):
-            group = Recording(rank, world_size)
-            assert make_orthogonalize(group, "exact")(matrices).shape == matrices.shape
-            sent.append(group.sent)
-        assert torch.equal(torch.cat(sent)[:count], alone)
-
-
-def test_fast_sums_leave_muon_its_batches():
-    assert make_orthogonalize(Group(), "fast") is orthogonalize
-
-
-def test_a_rank_without_matrices_orthogonalizes_none():
-    nothing = torch.empty(0, 3, 5)
-    assert orthogonalize_one_by_one(nothing).shape == (0, 3, 5)
 
 
 def test_muon_computes_what_torchs_does():

@@ -11,7 +11,7 @@ import torch
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, MachineError
 from gptmini.runs.directory import Checkpoint, RunDirectory, find_newest_run
-from gptmini.runs.tensors import Manifest, RowSlice, ShardSpec, check_shapes
+from gptmini.runs.tensors import check_shapes, write_tensors
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny
 
@@ -100,43 +100,16 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
 
 
-def save_whole(run: RunDirectory, whole: Checkpoint) -> None:
-    run.save(whole)
+def save_in_parts(run: RunDirectory, whole: Checkpoint) -> None:
+    """Save without an optimizer, a tensor for each file."""
+    parts = ({name: tensor} for name, tensor in whole.model.items())
+    run.save_in_parts(whole.state, parts, len(whole.model), 0)
 
 
-def save_sharded(run: RunDirectory, whole: Checkpoint, count: int = 2) -> None:
-    """Save as `count` processes do, each of which has its rows of every tensor."""
-    run.begin_save()
-    manifest: Manifest = {}
-    for number in range(count):
-        slices = {"model": {}, "optimizer": {}}
-        for kind, tensors in (("model", whole.model), ("optimizer", whole.optimizer)):
-            for name, tensor in tensors.items():
-                slices[kind][name] = RowSlice(tensor, 0, ())
-                if tensor.ndim:
-                    rows = part_of(number, count).slice_rows(len(tensor))
-                    slices[kind][name] = RowSlice(tensor[rows], rows.start, tuple(tensor.shape))
-        manifest |= run.save_shard(whole.step, number + 1, count, slices)
-    run.finish_save(whole.state, manifest)
-
-
-def part_of(number: int, count: int) -> ShardSpec:
-    """The rows that torch.chunk gives to one of `count` processes."""
-
-    def rows(n_rows: int) -> slice:
-        before = torch.arange(n_rows).chunk(count)[:number]
-        start = sum(len(chunk) for chunk in before)
-        own = torch.arange(n_rows).chunk(count)[number : number + 1]
-        return slice(start, start + sum(len(chunk) for chunk in own))
-
-    return ShardSpec(rows)
-
-
-@pytest.mark.parametrize("save", [save_whole, save_sharded])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, before, save):
+def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, before):
     for step in (1, 2, 3):
-        save(run, checkpoint(step, best=1))
+        run.save(checkpoint(step, best=1))
     template = run.path.with_name("template")
     shutil.copytree(run.path, template)
     number = 0
@@ -148,13 +121,13 @@ def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, b
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, number, before)
             try:
-                save(run, checkpoint(4, best=4))
+                run.save(checkpoint(4, best=4))
                 killed = False
             except Killed:
                 pass
         assert newest_step(run) in (3, 4)
         assert run.load_best().step in (1, 4)
-        save(run, checkpoint(4, best=4))  # the next save cleans up
+        run.save(checkpoint(4, best=4))  # the next save cleans up
         assert newest_step(run) == 4
         assert run.list_steps() == [4, 3]
         assert not list(run.checkpoints.glob(".*"))
@@ -218,63 +191,67 @@ def _same_json(one: bytes, other: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize("reading", [1, 2, 3, 5])
-@pytest.mark.parametrize("writing", [1, 2, 3, 5])
-def test_any_number_of_processes_reads_what_any_number_wrote(run: RunDirectory, writing, reading):
+def save_rows(run: RunDirectory, whole: Checkpoint, count: int) -> None:
+    """Write what `count` processes wrote until version 0.3, each its rows of every tensor."""
+    run.save(whole)
+    folder = run.checkpoints / f"step-{whole.step:08d}"
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    for kind, tensors in (("model", whole.model), ("optimizer", whole.optimizer)):
+        (folder / f"{kind}.safetensors").unlink()
+        del manifest[f"{kind}.safetensors"]
+        for number in range(count):
+            name = f"{kind}-{number + 1:05d}-of-{count:05d}.safetensors"
+            rows = {}
+            layout = {}
+            for key, tensor in tensors.items():
+                chunks = tensor.chunk(count) if tensor.ndim else [tensor] * count
+                rows[key] = chunks[number] if number < len(chunks) else tensor[:0]
+                start = sum(map(len, chunks[:number])) if tensor.ndim else 0
+                layout[key] = {"start": start, "rows": list(rows[key].shape[:1])}
+            entry = write_tensors(folder / name, rows)
+            manifest[name] = entry | {"tensors": layout}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_runs_of_sharded_models_of_earlier_versions_open(run: RunDirectory, count: int):
     whole = checkpoint(1)
     whole.model["c"] = torch.randn(11, 2, 3)
     whole.optimizer |= {"c/exp_avg": torch.randn(11, 2, 3), "c/step": torch.tensor(7.0)}
-    save_sharded(run, whole, writing)
-    parts = [
-        run.load_checkpoint(1, with_optimizer=True, spec=part_of(number, reading))
-        for number in range(reading)
-    ]
-    for name, tensor in whole.model.items():
-        assert torch.cat([part.model[name] for part in parts]).equal(tensor)
-    for name, tensor in whole.optimizer.items():
-        rows = [part.optimizer[name] for part in parts if name in part.optimizer]
-        assert (torch.cat(rows) if tensor.ndim else rows[0]).equal(tensor)
-    loaded = run.load_checkpoint(1, with_optimizer=True)
-    assert loaded.optimizer.keys() == whole.optimizer.keys()
-    assert all(tensor.equal(loaded.model[name]) for name, tensor in whole.model.items())
+    save_rows(run, whole, count)
+    loaded = run.load_newest()
+    assert loaded is not None
+    for expected, found in ((whole.model, loaded.model), (whole.optimizer, loaded.optimizer)):
+        assert expected.keys() == found.keys()
+        assert all(tensor.equal(found[name]) for name, tensor in expected.items())
 
 
-def test_a_process_opens_only_the_files_with_its_rows(run: RunDirectory):
-    save_sharded(run, checkpoint(1))
-    (run.checkpoints / "step-00000001" / "model-00002-of-00002.safetensors").unlink()
-    (run.checkpoints / "step-00000001" / "optimizer-00002-of-00002.safetensors").unlink()
-    assert run.load_checkpoint(1, True, part_of(0, 2)).model["a"].tolist() == [1, 1, 1]
-    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
-        run.load_checkpoint(1, True, part_of(1, 2))
-
-
-@pytest.mark.parametrize("number", range(1, 3))
-@pytest.mark.parametrize("kind", ["model", "optimizer"])
-def test_damage_in_any_shard_is_found_and_the_previous_checkpoint_used(
-    run: RunDirectory, kind: str, number: int, capsys
+@pytest.mark.parametrize("number", [1, 2])
+def test_damage_in_any_part_is_found_and_the_previous_checkpoint_used(
+    run: RunDirectory, number: int, capsys
 ):
-    save_sharded(run, checkpoint(1))
-    save_sharded(run, checkpoint(2))
-    file = run.checkpoints / "step-00000002" / f"{kind}-{number:05d}-of-00002.safetensors"
+    run.save(checkpoint(1))
+    save_in_parts(run, checkpoint(2))
+    file = run.checkpoints / "step-00000002" / f"model-{number:05d}-of-00002.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     assert newest_step(run) == 1
     assert f"{file.name}: damaged (its contents do not match" in capsys.readouterr().err
-    save_sharded(run, checkpoint(3))
+    run.save(checkpoint(3))
     assert run.list_steps() == [3, 2, 1]  # a damaged one does not count as kept
 
 
-def test_the_digest_of_a_sharded_checkpoint_is_that_of_all_its_weights(run: RunDirectory):
+def test_the_digest_of_weights_in_parts_is_that_of_all_of_them(run: RunDirectory):
     digests = []
     for step, row, value in ((1, 0, 7.0), (2, 4, 7.0), (3, 4, 8.0), (4, 4, 8.0)):
         whole = checkpoint(1)
         whole.state["step"] = step
         whole.model["a"][row] = value
-        save_sharded(run, whole)
+        save_in_parts(run, whole)
         digests.append(run.load_checkpoint(step).sha256)
     assert len({*digests[:3]}) == 3
-    assert digests[2] == digests[3]  # step and optimizer are not part of it
+    assert digests[2] == digests[3]  # the step is not part of it
 
 
 @pytest.mark.parametrize(
@@ -284,20 +261,15 @@ def test_the_digest_of_a_sharded_checkpoint_is_that_of_all_its_weights(run: RunD
         lambda entries, name: entries.update({f"../../{name}": entries.pop(name)}),
         lambda entries, name: entries[name]["tensors"]["a"].update(start=4),
         lambda entries, name: entries[name]["tensors"]["a"].update(start=2),
-        lambda entries, name: entries[name]["tensors"]["a"].update(rows=[1]),
-        lambda entries, name: entries[name]["tensors"]["a"].update(shape=[6]),
-        lambda entries, name: entries[name]["tensors"]["a"].update(shape=["x"]),
-        lambda entries, name: entries[name]["tensors"]["a"].update(shape=[]),
-        lambda entries, name: entries[name]["tensors"]["a"].update(shape=[2, -5]),
-        lambda entries, name: entries[name]["tensors"]["a"].update(shape=[2, 2**62, 2**62]),
         lambda entries, name: entries[name]["tensors"]["a"].update(start=float("inf")),
+        lambda entries, name: entries[name]["tensors"]["a"].pop("start"),
         lambda entries, name: entries[name]["tensors"].pop("a"),
         lambda entries, name: entries[name].update(tensors=[1]),
         lambda entries, name: entries.update({name: None}),
     ],
 )
 def test_a_manifest_that_places_rows_wrongly_is_damage(run: RunDirectory, change):
-    save_sharded(run, checkpoint(1))
+    save_rows(run, checkpoint(1), 2)
     file = run.checkpoints / "step-00000001" / "manifest.json"
     manifest = json.loads(file.read_bytes())
     change(manifest, "model-00002-of-00002.safetensors")

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptmini.distributed.checkpoint_store import WholeCheckpoints
-from gptmini.distributed.gradients import ExactGradients, FastGradients, Gradients
-from gptmini.distributed.group import Group, RemoteFailure
-from gptmini.distributed.placement import Replicated
-from gptmini.errors import CheckpointError, DataError, MachineError, RankError, Stopped
-from gptmini.machine import Compute
+from gptmini.errors import DataError, MachineError, RankError, Stopped
+from gptmini.extras.parallel.gradients import ExactSums, FastGradients
+from gptmini.extras.parallel.group import ParallelGroup
+from gptmini.extras.parallel.ranks import Ranks, RemoteFailure
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.tokenizer.tokenizers import ByteTokenizer
@@ -25,7 +23,7 @@ from tests.support import tiny
 CUDA = torch.device("cuda")
 
 
-class ThreadGroup(Group):
+class ThreadGroup(ParallelGroup):
     """Stands for a process; `table` has the tensors of all, by rank."""
 
     def __init__(
@@ -44,7 +42,7 @@ class ThreadGroup(Group):
 
 
 def run_on_ranks(
-    world_size: int, work: Callable[[Group], Any], ranks_per_machine: int = 1
+    world_size: int, work: Callable[[ParallelGroup], Any], ranks_per_machine: int = 1
 ) -> list[Any]:
     """Run `work` on every rank; returns what each returned or raised."""
     table = [torch.empty(0)] * world_size
@@ -58,7 +56,7 @@ def run_on_ranks(
 
 
 def test_all_ranks_get_the_values_of_all_and_the_decision_of_the_first():
-    def exchange(group: Group) -> tuple[Any, Any, Any]:
+    def exchange(group: ParallelGroup) -> tuple[Any, Any, Any]:
         gathered = group.all_gather_object({"rank": group.rank})
         decided = group.on_rank_zero(lambda: f"of rank {group.rank}")
         return gathered, group.broadcast_object(group.rank), decided
@@ -87,7 +85,7 @@ def test_what_only_one_rank_has_is_a_difference(facts, line):
 def test_one_rank_of_each_machine_works_before_the_others():
     order: list[int] = []
 
-    def work(group: Group) -> int:
+    def work(group: ParallelGroup) -> int:
         group.on_local_rank_zero_first(lambda: order.append(group.rank))
         return group.rank
 
@@ -103,7 +101,7 @@ def test_a_rank_that_fails_ends_all_with_its_exit_code(failure, code):
     def fail_on_rank_1() -> None:
         raise failure
 
-    def work(group: Group) -> None:
+    def work(group: ParallelGroup) -> None:
         group.on_all_ranks(fail_on_rank_1 if group.rank == 1 else lambda: None)
 
     first, second, third = run_on_ranks(3, work)
@@ -113,41 +111,28 @@ def test_a_rank_that_fails_ends_all_with_its_exit_code(failure, code):
         assert (other.exit_code, other.lines) == (code, ())
 
 
-def test_ranks_with_another_checkpoint_are_refused(tmp_path: Path):
-    runs = []
-    for number, weight in enumerate((1.0, 1.0, 2.0)):
-        run = RunDirectory(tmp_path / f"disk-{number}")
-        run.create(tiny(), ByteTokenizer())
-        run.save(Checkpoint({"step": 7, "best": None}, {"a": torch.tensor([weight])}, {}))
-        runs.append(run)
+def test_rank_0_reads_for_all(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    run.create(tiny(), ByteTokenizer())
 
-    def load(group: Group) -> Any:
-        return WholeCheckpoints(runs[group.rank], group).load_newest()
+    def read(group: ParallelGroup) -> Any:
+        def load() -> Checkpoint | None:
+            assert group.rank == 0
+            return run.load_newest()
 
-    assert [checkpoint.step for checkpoint in run_on_ranks(2, load)] == [7, 7]
-    first, second, third = run_on_ranks(3, load)
-    assert isinstance(third, CheckpointError)
-    assert "disk-2/checkpoints: step 7 is not the checkpoint that rank 0 reads" in str(third)
-    for other in (first, second):
-        assert isinstance(other, RemoteFailure)
-        assert other.exit_code == CheckpointError.exit_code
+        return group.read(load)
+
+    assert run_on_ranks(2, read) == [None, None]
+    run.save(Checkpoint({"step": 7, "best": None}, {"a": torch.ones(1)}, {}))
+    first, second = run_on_ranks(2, read)
+    assert (first.step, first.sha256) == (second.step, second.sha256)
+    assert (first.model.keys(), second.model.keys()) == ({"a"}, set())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "reduce", "kind"),
-    [
-        (1, "fast", Gradients),
-        (2, "fast", FastGradients),
-        (3, "fast", FastGradients),
-        (1, "exact", ExactGradients),
-        (2, "exact", ExactGradients),
-    ],
-)
-def test_several_ranks_add_their_gradients(world_size: int, reduce: str, kind: type[Gradients]):
-    compute = Compute(torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize(("reduce", "kind"), [("fast", FastGradients), ("exact", ExactSums)])
+def test_several_ranks_add_their_gradients(reduce: str, kind: type):
     model = GPT(tiny(model={"n_layer": 1}).with_tokenizer("byte", 257).model)
-    placement = Replicated(Group(0, world_size), compute, reduce)
-    assert type(placement.create_gradients(model, 1)) is kind
+    assert type(ParallelGroup(0, 2).create_gradients(model, reduce, 1)) is kind
 
 
 @pytest.fixture
@@ -162,27 +147,26 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_each_rank_of_a_machine_takes_an_accelerator_of_its_own(chosen):
     for local_rank in range(2):
-        Group(4 + local_rank, 8, local_rank).select_accelerator(CUDA)
+        Ranks(4 + local_rank, 8, local_rank).select_accelerator(CUDA)
     assert chosen == [0, 1]
 
 
 def test_a_rank_that_sees_a_single_accelerator_takes_that(chosen, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    Group(3, 8, 3).select_accelerator(CUDA)
+    Ranks(3, 8, 3).select_accelerator(CUDA)
     assert chosen == [0]
 
 
 def test_more_ranks_than_accelerators_are_refused(chosen):
     with pytest.raises(MachineError, match="2 devices for at least 3 ranks on this machine"):
-        Group(2, 8, 2).select_accelerator(CUDA)
+        Ranks(2, 8, 2).select_accelerator(CUDA)
     assert chosen == []
 
 
 def test_accelerators_whose_tensors_cannot_be_exchanged_are_refused(chosen):
     with pytest.raises(MachineError, match="--device mps: several processes cannot train on it"):
-        Group(0, 2).select_accelerator(torch.device("mps"))
-    Group(0, 1).select_accelerator(torch.device("mps"))  # a single process exchanges nothing
-    Group(0, 2).select_accelerator(torch.device("cpu"))
+        Ranks(0, 2).select_accelerator(torch.device("mps"))
+    Ranks(0, 2).select_accelerator(torch.device("cpu"))
     assert chosen == []
 
 
@@ -195,7 +179,7 @@ def test_a_rank_that_failed_says_so_though_the_others_have_gone(monkeypatch):
     def stop() -> None:
         raise Stopped(15, "stopped by SIGTERM")
 
-    group = Group(rank=0, world_size=2)
+    group = Ranks(rank=0, world_size=2)
     monkeypatch.setattr(group, "all_gather_object", lose_connection)
     with pytest.raises(Stopped):
         group.on_rank_zero(stop)

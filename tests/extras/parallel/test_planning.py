@@ -3,17 +3,17 @@
 import pytest
 import torch
 
+from gptmini.extras.parallel import planning
 from gptmini.machine import Compute
-from gptmini.plan import broadcast
 
 
 def test_ranks_are_compared_in_all_that_decides_the_bits(monkeypatch: pytest.MonkeyPatch):
     cpu = Compute(torch.device("cpu"), torch.float32)
-    before = broadcast._describe_environment(cpu)
-    assert before == broadcast._describe_environment(cpu)
+    before = planning._describe_environment(cpu)
+    assert before == planning._describe_environment(cpu)
 
     def find_changes(compute: Compute = cpu) -> set[str]:
-        now = broadcast._describe_environment(compute)
+        now = planning._describe_environment(compute)
         return {key for key in before | now if before.get(key) != now.get(key)}
 
     assert find_changes(Compute(torch.device("cpu"), torch.bfloat16)) == {"dtype"}

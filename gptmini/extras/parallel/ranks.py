@@ -1,7 +1,6 @@
 """Connects the processes of one training run, which torchrun starts: rank 0 decides, all compute.
 
-All that they exchange travels through collectives: tensors, and small facts as JSON. A plain
-command is a group of one, for which all of this does nothing.
+All that they exchange travels through collectives: tensors, and small facts as JSON.
 
 Every rank must call these methods in the same order. A rank that fails alone would break the
 connections of the others, so whatever may fail on one rank runs in `on_rank_zero` or
@@ -9,13 +8,10 @@ connections of the others, so whatever may fail on one rank runs in `on_rank_zer
 others end when their connection breaks or a collective has waited too long.
 """
 
-import functools
 import json
-import operator
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -23,24 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptmini import console
-from gptmini.errors import (
-    ConfigError,
-    DivergedError,
-    GptminiError,
-    MachineError,
-    RankError,
-    Stopped,
-)
+from gptmini.errors import GptminiError, MachineError, RankError
 from gptmini.files import IS_WINDOWS
 from gptmini.machine import ReceivedSignals
+from gptmini.train.group import Group
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 COLLECTIVE_TIMEOUT_SECONDS = 600
 # Facts wait longer: meanwhile one rank may prepare a text.
 FACTS_TIMEOUT_SECONDS = 6 * 3600
-# gloo and NCCL raise plain RuntimeErrors when a connection breaks; only their text tells.
-CONNECTION_ERROR = re.compile("gloo|NCCL|[Cc]onnection|Socket|Broken pipe")
 
 T = TypeVar("T")
 
@@ -53,12 +39,11 @@ class RemoteFailure(GptminiError):  # noqa: N818 - the error is another's
         self.exit_code = exit_code
 
 
-class Group:
+class Ranks(Group):
     """This process and those it trains with; rank 0 decides, prints and writes."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, local_rank: int = 0) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, rank: int, world_size: int, local_rank: int = 0) -> None:
+        super().__init__(rank, world_size)
         self.local_rank = local_rank  # among the ranks of its machine
         self._facts_group: dist.ProcessGroup | None = None  # with a timeout of its own
 
@@ -87,7 +72,7 @@ class Group:
 
         Raises MachineError if there are fewer, or if ranks cannot exchange their tensors.
         """
-        if device.type == "cpu" or self.world_size == 1:
+        if device.type == "cpu":
             return
         if f"{device.type}:" not in dist.get_backend_config():
             raise MachineError(
@@ -107,8 +92,6 @@ class Group:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank, by rank."""
-        if self.world_size == 1:
-            return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(encoded)]), self._facts_group)[:, 0].tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -124,7 +107,6 @@ class Group:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and return its JSON result everywhere; if it fails, all do."""
         result: T | None = None
         failure: Exception | None = None
         if self.rank == 0:
@@ -186,38 +168,20 @@ class Group:
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Stack the tensors of all ranks, equal in shape: (...) -> (W, ...)."""
-        if self.world_size == 1:
-            return tensor[None]
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor.contiguous(), group)
         return torch.stack(gathered)  # (W, ...)
 
-    def all_reduce_sum(self, numbers: list[float]) -> float:
-        """Add numbers of which each rank has some, the others as 0, in the order of the list.
-
-        Adding zeros is exact, so the sum has the same bits on any number of ranks.
-        """
-        gathered = self.all_gather(torch.tensor(numbers, dtype=torch.float64))  # (W, N)
-        return functools.reduce(operator.add, gathered.sum(0).tolist())
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        return self.all_gather(numbers).sum(0)
 
     def agree_on_signals(self, received: ReceivedSignals) -> tuple[int | None, bool]:
-        """Return whether a signal to stop, or to save, has reached any rank."""
         flags = self.all_gather(torch.tensor([received.stop or 0, received.save]))  # (W, 2)
         stop, save = flags.amax(0).tolist()
         return stop or None, bool(save)
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise RankError naming a rank whose weights differ from rank 0's in a bit."""
-        if self.world_size > 1:
-            sums = {
-                name: tensor.view(torch.int32).sum(dtype=torch.int64).item()
-                for name, tensor in weights.items()
-            }
-            self.check_same(sums, "nothing of this step was saved; run the same command again")
-
     @contextmanager
     def enter_on_rank_zero(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter a context on rank 0 alone; if that fails, all ranks fail."""
         with ExitStack() as stack:
 
             def enter() -> None:  # without the context's own value, which may not be JSON
@@ -225,9 +189,6 @@ class Group:
 
             self.on_rank_zero(enter)
             yield
-
-
-SINGLE_PROCESS = Group()
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -240,68 +201,3 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _do_nothing() -> None:
     """Take part in an exchange in which other ranks work."""
-
-
-@contextmanager
-def _disconnect_after_failure() -> Iterator[None]:
-    """Disconnect from the others, as gloo's threads abort a process that ends while they run."""
-    try:
-        yield
-    except BaseException:
-        with suppress(RuntimeError):  # a connection that is broken
-            dist.destroy_process_group()
-        raise
-
-
-@contextmanager
-def join_group() -> Iterator[Group]:
-    """Join the ranks that torchrun's variables name; a plain command is alone.
-
-    ConfigError for variables that are set in part, MachineError for a PyTorch without
-    torch.distributed, RankError if another rank does not come, or no longer answers.
-    """
-    names = [name for name in TORCHRUN_VARIABLES if name in os.environ]
-    if not {"RANK", "WORLD_SIZE"} & set(names):
-        yield SINGLE_PROCESS
-        return
-    missing = [name for name in TORCHRUN_VARIABLES if name not in names]
-    if missing:
-        raise ConfigError(
-            f"{missing[0]}: not set, but {names[0]} is; start several processes with torchrun"
-        )
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if world_size == 1:
-        yield Group(rank, world_size, local_rank)
-        return
-    if not dist.is_available():
-        raise MachineError(
-            "this PyTorch lacks torch.distributed; start a single process, without torchrun"
-        )
-    group = Group(rank, world_size, local_rank)
-    if rank > 0:
-        console.silence()
-    try:
-        group.connect()
-        with _disconnect_after_failure():
-            yield group
-        # Wait for all: a rank that leaves earlier would break the connections of the others.
-        group.all_gather_object(None)
-        dist.destroy_process_group()
-    except (DivergedError, Stopped) as failure:  # raised by every rank, at the same step
-        if rank > 0:
-            failure.lines = ()
-        raise
-    except GptminiError as failure:
-        if rank > 0 and not isinstance(failure, RankError):
-            failure.lines = tuple(f"rank {rank}: {line}" for line in failure.lines)
-        raise
-    except RuntimeError as failure:
-        if not isinstance(failure, dist.DistError) and not CONNECTION_ERROR.search(str(failure)):
-            raise
-        reason = str(failure).splitlines()[0].partition(". This is")[0]
-        raise RankError(
-            f"rank {rank}: another rank does not answer ({reason}); run the same command again to "
-            f"resume from the last checkpoint"
-        ) from None

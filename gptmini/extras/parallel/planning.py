@@ -4,7 +4,6 @@ The tokenizer travels along: a machine without the cache of rank 0 would have to
 """
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from gptmini import files, machine
 from gptmini.config.load import iter_settings, validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.distributed.group import Group
 from gptmini.errors import ConfigError
+from gptmini.extras.parallel.ranks import Ranks
 from gptmini.machine import Compute
 from gptmini.plan.plan import Plan, Requested
 from gptmini.plan.recipe import measure_corpus
@@ -28,7 +27,7 @@ SAME_START_REMEDY = "start all ranks with the same command, code and files"
 
 
 def plan_on_all_ranks(
-    requested: Config, run: RunDirectory, cache: Path, started: float, group: Group
+    requested: Config, run: RunDirectory, cache: Path, started: float, group: Ranks
 ) -> Plan:
     """Make a plan on rank 0, and return the same on every rank.
 
@@ -37,8 +36,6 @@ def plan_on_all_ranks(
     torch or another text.
     """
     compute = machine.pick_compute(requested.train.device, requested.train.dtype)
-    if group.world_size == 1:
-        return replace(make_plan(requested, run, cache, started), group=group)
     if "-" in requested.data.path:
         raise ConfigError("--data -: only one process can read it; save the text to a file")
     group.on_all_ranks(lambda: group.select_accelerator(compute.device))
@@ -78,7 +75,6 @@ def plan_on_all_ranks(
         machine=Machine(compute, group.world_size, started),
         seconds_per_step=planned["seconds_per_step"],
         compile_outcome=planned["compile_outcome"],
-        group=group,
     )
 
 

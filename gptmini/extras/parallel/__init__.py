@@ -1,0 +1,9 @@
+"""Several processes that train one model, started by torchrun. A wing of training.
+
+Its door is `join_group` of gptmini/train/group.py: without this folder a model is trained by one
+process.
+
+Read group.py first, the verbs of a process among several; ranks.py is how they find each other,
+agree and fail, and planning.py how they get one plan. gradients.py adds gradients over models that
+are whole on each rank, with the same bits on any number of them; sharding.py divides a model.
+"""

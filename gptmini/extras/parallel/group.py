@@ -1,0 +1,181 @@
+"""What a process does otherwise where several train one model: the verbs of `Group`."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gptmini import console
+from gptmini.config.settings import Config, ModelConfig
+from gptmini.errors import ConfigError, DivergedError, GptminiError, RankError, Stopped
+from gptmini.extras.parallel.gradients import ExactSums, FastGradients, share_orthogonalize
+from gptmini.extras.parallel.planning import plan_on_all_ranks
+from gptmini.extras.parallel.ranks import Ranks
+from gptmini.machine import Compute
+from gptmini.model.gpt import GPT
+from gptmini.model.optim import Orthogonalize
+from gptmini.plan.plan import Plan
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.tensors import Tensors
+from gptmini.train.gradients import Gradients
+
+if TYPE_CHECKING:
+    from gptmini.extras.parallel.sharding import Shards
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# gloo and NCCL raise plain RuntimeErrors when a connection breaks; only their text tells.
+CONNECTION_ERROR = re.compile("gloo|NCCL|[Cc]onnection|Socket|Broken pipe")
+
+
+class ParallelGroup(Ranks):
+    """A process among several, which holds the model whole, or rows of every tensor."""
+
+    device: torch.device
+    shards: "Shards | None" = None
+
+    def make_plan(self, requested: Config, run: RunDirectory, cache: Path, started: float) -> Plan:
+        plan = plan_on_all_ranks(requested, run, cache, started, self)
+        self.device = plan.machine.compute.device
+        self.is_sharded = plan.config.train.shard
+        if self.is_sharded:
+            # Once the ranks are connected: loaded before, it makes torch warn when they part.
+            from gptmini.extras.parallel.sharding import Shards  # noqa: PLC0415
+
+            self.shards = Shards(self.device, self.world_size)
+        return plan
+
+    # -- what trains -------------------------------------------------------------------------------
+
+    def create_model(self, config: ModelConfig, compute: Compute) -> GPT:
+        """Create the model; of one that is sharded, rank 0 draws the weights for all."""
+        if self.shards is None:
+            return super().create_model(config, compute)
+        initial = GPT(config).state_dict() if self.rank == 0 else {}
+        model = self.shards.create_blank(config, compute)
+        model.load_state_dict(self.scatter(initial))
+        return model
+
+    def choose_orthogonalize(self, reduce: str) -> Orthogonalize:
+        if self.shards is not None:
+            return self.shards.orthogonalize
+        return share_orthogonalize(super().choose_orthogonalize(reduce), self)
+
+    def create_gradients(self, model: GPT, reduce: str, n: int) -> Gradients:
+        if self.shards is not None:
+            return self.shards.create_gradients(model)
+        if reduce == "exact":
+            return ExactSums(model.parameters(), n, self)
+        return FastGradients(model.parameters(), n)
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def read(self, load: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+        found: Checkpoint | None = None
+
+        def load_and_tell() -> list[Any] | None:
+            nonlocal found
+            found = load()
+            return None if found is None else [found.state, found.sha256]
+
+        told = self.on_rank_zero(load_and_tell)
+        if found is not None or told is None:
+            return found
+        state, sha256 = told
+        return Checkpoint(state, {}, {}, sha256)
+
+    def scatter(self, tensors: Tensors) -> Tensors:
+        """Send whole tensors, one at a time, of which the ranks keep all or their rows."""
+        facts = {
+            name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            for name, tensor in tensors.items()
+        }
+        received: Tensors = {}
+        for name, (shape, dtype) in self.broadcast_object(facts).items():
+            if self.rank == 0:
+                tensor = tensors[name].to(self.device)
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            if self.shards is not None and shape:
+                received[name] = self.shards.keep_rows(tensor)
+            else:
+                dist.broadcast(tensor, 0)
+                received[name] = tensor
+        return received
+
+    def gather(self, tensors: Tensors) -> Tensors:
+        """Return the whole tensors; RankError naming a rank whose own differ from rank 0's.
+
+        Of sharded ones, one at a time is whole on all ranks, and rank 0 keeps it.
+        """
+        if self.shards is not None:
+            gathered = {}
+            for name, tensor in tensors.items():
+                whole = self.shards.gather(tensor)
+                if self.rank == 0:
+                    gathered[name] = whole.cpu()
+            return gathered
+        sums = {
+            name: tensor.view(torch.int32).sum(dtype=torch.int64).item()
+            for name, tensor in tensors.items()
+            if tensor.dtype == torch.float32
+        }
+        self.check_same(sums, "nothing of this step was saved; run the same command again")
+        return tensors
+
+
+@contextmanager
+def _disconnect_after_failure() -> Iterator[None]:
+    """Disconnect from the others, as gloo's threads abort a process that ends while they run."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # a connection that is broken
+            dist.destroy_process_group()
+        raise
+
+
+@contextmanager
+def join_ranks() -> Iterator[ParallelGroup]:
+    """Join the ranks that torchrun's variables name.
+
+    ConfigError for variables that are set in part, RankError if another rank does not come, or
+    no longer answers.
+    """
+    names = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in names]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}: not set, but {names[0]} is; start several processes with torchrun"
+        )
+    rank, world_size, local_rank = (int(os.environ[name]) for name in TORCHRUN_VARIABLES[:3])
+    group = ParallelGroup(rank, world_size, local_rank)
+    if rank > 0:
+        console.silence()
+    try:
+        group.connect()
+        with _disconnect_after_failure():
+            yield group
+        # Wait for all: a rank that leaves earlier would break the connections of the others.
+        group.all_gather_object(None)
+        dist.destroy_process_group()
+    except (DivergedError, Stopped) as failure:  # raised by every rank, at the same step
+        if rank > 0:
+            failure.lines = ()
+        raise
+    except GptminiError as failure:
+        if rank > 0 and not isinstance(failure, RankError):
+            failure.lines = tuple(f"rank {rank}: {line}" for line in failure.lines)
+        raise
+    except RuntimeError as failure:
+        if not isinstance(failure, dist.DistError) and not CONNECTION_ERROR.search(str(failure)):
+            raise
+        reason = str(failure).splitlines()[0].partition(". This is")[0]
+        raise RankError(
+            f"rank {rank}: another rank does not answer ({reason}); run the same command again to "
+            f"resume from the last checkpoint"
+        ) from None
