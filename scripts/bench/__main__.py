@@ -1,7 +1,6 @@
 """Run a benchmark: python scripts/bench NAME [options]
 
-  all        all of these, and keep their runs in scripts/results.json
-  quote      rewrite the figures and tables of the pages from that file
+  all        those whose figures pages have; keep their runs, and rewrite the tables
 
   attention  a layer by variant, length and window: training, decoding, cache
   first      the commands of the README
@@ -79,7 +78,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=["all", "quote", *BENCHMARKS], metavar="NAME")
+    parser.add_argument("name", choices=["all", *BENCHMARKS], metavar="NAME")
     name = parser.parse_args(sys.argv[1:2]).name
     bench = importlib.import_module(f"bench.{name}")
     if name in BENCHMARKS:

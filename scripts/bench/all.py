@@ -1,9 +1,10 @@
-"""Run every bench that a quoted figure rests on, and keep its runs: python scripts/bench all
+"""Run every bench that a table of the pages rests on, and keep its runs: python scripts/bench all
 
 Each runs in a process of its own, one after another, and its raw runs are written to the results
 file when it ends. Run again, what is there already is skipped, as long as gptmini/ and the machine
 are those of the file: so a kill loses one bench at most. One that fails is named, the others go on,
-and the exit code is 1. --full takes a night.
+and the exit code is 1. At the end it writes the tables of scripts/RESULTS.md and of README.md.
+--full takes a night.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.results import RESULTS, ROOT, Extent
+from bench.results import RESULTS, ROOT, Extent, Results
 from gptmini.files import atomic_write_bytes
 
 # The minutes that each takes on two cores of a Xeon with AMX, quick and full.
@@ -182,6 +183,8 @@ def main(words: list[str]) -> None:
     commit, changed = find_commit(options.out)
     results = open_results(options.out, commit, changed)
     failed = measure_all(options.out, results, names, options.extent)
+    if options.out == RESULTS:
+        Results(results).write_pages()
     if failed:
         say(f"failed: {', '.join(failed)}; python scripts/bench NAME shows why")
     sys.exit(1 if failed else 0)

@@ -1,21 +1,21 @@
-"""Tables of raw runs: what a bench measures, the file that keeps it, and figures read from it.
+"""Tables of raw runs: what a bench measures, the file that keeps it, and the pages that show it.
 
 A table has a list of values in each cell, one for each round or seed. What is shown of it is their
 median. Columns are shown on their own or as an expression: `A / B` is the median of the ratios of
-equal rounds, `A - B` of their differences, `A / 60` and `A * 100` of scaled values. A key names a
-figure of the results, as pages quote it:
+equal rounds, `A - B` of their differences, `A * 100` of scaled values.
 
-    TABLE: ROW: COLUMN or expression
-    TABLE: ROW: lowest A / B         of all rounds; also `highest`
+Pages have tables between `<!-- table NAME -->` and `<!-- end -->`; `about` is a paragraph on
+machine, commit and date, `compared` our place beside others, and `front` its first rows.
 """
 
 import json
 import math
 import operator
+import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,61 @@ OPERATORS: dict[str, Callable[[float, float], float]] = {
     " - ": operator.sub,
     " * ": operator.mul,
 }
-PICKS: dict[str, Callable[[Runs], float]] = {"lowest ": min, "highest ": max}
+PAGES = (ROOT / "README.md", ROOT / "scripts" / "RESULTS.md")
+MARKED = re.compile(r"(<!-- table (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+# What is compared, beside what, and where it is: table, row, ratio. The front page has the first
+# five.
+COMPARED = (
+    (
+        "training to the loss at which nanoGPT's recipe for a CPU ends",
+        "plain PyTorch, float32",
+        ("train", "seconds to 1.8982", "plain PyTorch / gptmini"),
+    ),
+    (
+        "a training step, 6 layers of width 384",
+        "plain PyTorch, float32",
+        (
+            "train",
+            "seconds a step, 6 x 6 x 384, 64 x 256 tokens, compiled",
+            "plain PyTorch / gptmini",
+        ),
+    ),
+    (
+        "a Llama of GPT-2's size continues one prompt, bfloat16",
+        "llama.cpp",
+        ("llama", "1 x 32, 64 new", "bfloat16 / bf16"),
+    ),
+    (
+        "it continues 32 prompts",
+        "transformers",
+        ("llama", "32 x 32, 16 new", "bfloat16 / HF bfloat16"),
+    ),
+    (
+        "it reads a prompt of 512 tokens",
+        "transformers",
+        ("llama", "1 x 512, 1 new", "bfloat16 / HF bfloat16"),
+    ),
+    (
+        "it reads 32 prompts, float32",
+        "transformers",
+        ("generate first token", "124M mha, 32 x 32", "HF float32 / float32"),
+    ),
+    (
+        "eight clients with prompts of 512, tokens/s",
+        "llama.cpp",
+        ("serve", "8 x 512", "gptmini / llama.cpp"),
+    ),
+    (
+        "memory when generating, bfloat16 (less is better)",
+        "transformers, float32",
+        ("generate memory", "124M", "bfloat16 / HF float32"),
+    ),
+    (
+        "bits per byte of Python's manual after two minutes (less is better)",
+        "PPMd",
+        ("scale", "Python's manual", "gptmini / PPMd"),
+    ),
+)
 
 
 @dataclass
@@ -49,7 +103,6 @@ class Table:
     rows: dict[str, dict[str, Runs]] = field(default_factory=dict)
 
     def append(self, row: str, column: str, value: float) -> None:
-        assert ": " not in row + column  # it separates the parts of a key
         self.rows.setdefault(row, {}).setdefault(column, []).append(value)
 
     def compute(self, row: str, expression: str) -> Runs:
@@ -131,18 +184,39 @@ class Results:
     def read(cls, path: Path = RESULTS) -> "Results":
         return cls(json.loads(path.read_text("utf-8")))
 
-    def find(self, key: str) -> float:
-        """Return the figure that a key names; KeyError if there is none."""
-        name, row, expression = key.split(": ")
-        pick: Callable[[Runs], float] = statistics.median
-        for word, other in PICKS.items():
-            if expression.startswith(word):
-                expression, pick = expression.removeprefix(word), other
-        return pick(self.tables[name].compute(row, expression))
-
     def draw(self, name: str) -> str:
-        """Draw a table; `about` is a paragraph on the machine, the commit and the date."""
-        return self._describe() if name == "about" else self.tables[name].draw()
+        """Draw what a page has between the markers of this name; KeyError if it is not here."""
+        if name == "about":
+            return self._describe()
+        if name == "front":
+            return self._compare("how many times as fast gptmini is", COMPARED[:5])
+        if name == "compared":
+            return self._compare("factor", COMPARED)
+        return self.tables[name].draw()
+
+    def write_pages(self) -> None:
+        """Bring the tables of the pages up to date; those that were not measured stay."""
+        for page in PAGES:
+            page.write_text(self.rewrite(page.read_text("utf-8")), "utf-8")
+
+    def rewrite(self, text: str) -> str:
+        """Return the text of a page with the tables of these results."""
+
+        def draw(block: re.Match[str]) -> str:
+            try:
+                return f"{block[1]}{self.draw(block[2])}\n{block[3]}"
+            except KeyError:
+                return block[0]
+
+        return MARKED.sub(draw, text)
+
+    def _compare(self, heading: str, rows: Iterable[tuple[str, str, tuple[str, str, str]]]) -> str:
+        """Draw the medians of ratios, each beside what it is compared with."""
+        lines = [f"| on two cores | beside | {heading} |", "|---|---|---|"]
+        for what, beside, (table, row, ratio) in rows:
+            factor = statistics.median(self.tables[table].compute(row, ratio))
+            lines.append(f"| {what} | {beside} | {factor:.2g} x |")
+        return "\n".join(lines)
 
     def _describe(self) -> str:
         """Describe where and when all of this was measured."""

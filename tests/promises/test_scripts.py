@@ -89,3 +89,14 @@ def test_torture_loses_no_run(output: Output):
     assert words[:2] == ["2", "runs,"]
     assert int(words[2]) > 0
     assert words[6:] == ["2", "equal", "ends,", "0", "lost"]
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from bench.results import PAGES, Results
+
+    results = Results.read()
+    for page in PAGES:
+        text = page.read_text()
+        assert "<!-- table " in text
+        assert results.rewrite(text) == text, page
