@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.tokenizer import bpe
-from tests.support import WORDS
+from tests.support import WORDS, prose
 
 
 def learn_slowly(text: str, vocab_size: int) -> dict[bytes, int]:
@@ -40,6 +40,12 @@ def test_it_learns_whole_words_first_from_a_small_text():
     assert ranks == learn_slowly(WORDS * 5, 400)
     assert {b" the", b" quick", b" jumps"} <= ranks.keys()
     assert list(ranks)[:256] == [bytes([byte]) for byte in range(256)]
+
+
+def test_pairs_that_lose_occurrences_keep_their_turn():
+    """Which short texts have too few of."""
+    text = prose(400)
+    assert bpe.learn_bpe([text], 500) == learn_slowly(text, 500)
 
 
 def test_texts_are_counted_together():

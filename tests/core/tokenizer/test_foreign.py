@@ -89,6 +89,14 @@ def test_a_text_in_parts_has_the_tokens_of_the_whole(name, monkeypatch):
     assert ours.encode("", continues=True).tolist() == []
 
 
+def test_a_part_that_joins_with_what_stands_before_it_loses_nothing():
+    vocab = {character: number for number, character in enumerate(["</s>", "\n", "a", "t", "\nt"])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("\n", "t")]))
+    library.decoder = tokenizers.decoders.Fuse()
+    library.add_special_tokens(["</s>"])
+    assert adopt(library).encode("tat", continues=True).tolist() == [3, 2, 3]
+
+
 def test_an_answer_begins_as_a_model_would_write_it():
     """In a chat it is encoded apart from the prompt."""
     for name in ("Llama 2", "Mistral", "Gemma", "Qwen"):

@@ -14,6 +14,7 @@ from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer, create_bpe_tokenizer
 from gptmini.tokenizer.byte_level import recover_merges, to_byte_level
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
+from tests.samples import CHAT_TOKENIZER
 from tests.support import gpt2, prose
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
@@ -57,6 +58,22 @@ def test_ours_gives_the_same_ids_there(kind):
         ids = ours.encode(text).tolist()
         assert there.encode(text, add_special_tokens=False).ids == ids, repr(text)
         assert there.decode(ids) == ours.decode(ids)
+
+
+def test_of_equal_pairs_the_first_is_merged_first():
+    """As tiktoken does; it matters in a longer word."""
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"aa": 256, b"aaa": 257}
+    ours = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 258})
+    there = theirs(to_tokenizer_json(ours))
+    for text in ("aaab", "aaaa", "baaaaab"):
+        assert there.encode(text).ids == ours.encode(text).tolist()
+
+
+def test_special_tokens_are_found_there_as_here():
+    content = to_tokenizer_json(CHAT_TOKENIZER)
+    there = tokenizers.Tokenizer.from_str(json.dumps(content))
+    for text in ("a <|im_start|> b", "x<|im_end|>y", "<|im_end|><|im_start|>\n", "a\n<|im_end|>"):
+        assert there.encode(text).ids == CHAT_TOKENIZER.encode_special(text).tolist(), text
 
 
 def test_a_pattern_that_others_may_read_differently_is_refused(tiny_encoding):
