@@ -93,8 +93,7 @@ def _choose_largest(
     for model in models:
         sizes = {"n_layer": model.n_layer, **_choose_width_and_heads(config.model, model.width)}
         if config.train.seq_len is None:  # else no position beyond a row is trained
-            fits_text = model.context_length < text.shortest
-            sizes["context_length"] = model.context_length if fits_text else MIN_ROW_LENGTH
+            sizes["context_length"] = model.context_length
         candidate = config.fill_open({"model": sizes})
         rows = math.ceil(model.batch_tokens / candidate.seq_len / unit) * unit
         candidate = candidate.fill_open({"train": {"batch_size": rows}})
@@ -146,6 +145,15 @@ def shorten_rows(config: Config) -> Config:
     length = min(MIN_ROW_LENGTH, config.seq_len)
     rows = config.train.batch_size * config.seq_len // length
     return config.with_train(seq_len=length, batch_size=rows)
+
+
+def shorten_context(config: Config, stated: TrainConfig) -> Config:
+    """Cut the rows of a text that is too short for longer ones, and as many tokens to a step."""
+    rows = config.train.batch_size * config.seq_len // MIN_ROW_LENGTH
+    if "batch_size" not in stated.model_fields_set:
+        config = config.with_train(batch_size=rows)
+    model = config.model.model_copy(update={"context_length": MIN_ROW_LENGTH})
+    return config.model_copy(update={"model": model})
 
 
 def choose_batch(

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptmini.config.load import SET_BY_MINUTES, iter_settings, revalidate
+from gptmini.config.load import SET_BY_MINUTES, iter_settings
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
@@ -259,7 +259,7 @@ def start_from_base(requested: Config, trained: Config) -> Config:
     if trained.train.embed_lr is not None:
         embed_lr = config.train.lr * trained.train.embed_lr / trained.train.lr
         config = config.fill_open({"train": {"embed_lr": embed_lr}})
-    return revalidate(config)
+    return config
 
 
 def inherit_model(requested: Config, trained: Config) -> Config:

@@ -6,7 +6,7 @@ Afterwards only the number of steps may change, and only under `train.minutes`.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from gptmini.config.load import revalidate
@@ -26,7 +26,6 @@ from gptmini.plan.recipe import (
     choose_sample_start,
     compute_useful_steps,
     measure_corpus,
-    reads_often,
 )
 from gptmini.plan.reconcile import reconcile
 from gptmini.plan.timing import (
@@ -42,11 +41,6 @@ from gptmini.runs.progress import describe_changed_text
 # Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.1 to 3 in English, German and
 # Python.
 BYTES_PER_TOKEN = 2.7
-# How far off the guess may be, as a factor: a compressed text is much longer than its file.
-MAX_GUESS_ERROR = 1.3
-
-# Sizes that were chosen before the text was read are chosen again if less of the time is left.
-MIN_TIME_SHARE_LEFT = 0.8
 
 # What a tokenizer is judged by: places in each file of a text, and tokens at each place.
 SAMPLES_PER_FILE = 10
@@ -86,53 +80,37 @@ def make_plan(
         compute = pick_compute(train.device, train.dtype, train.deterministic)
         machine = Machine(compute, world_size, started)
     keep_freed_memory()
-    draft = draft_sizes(asked, machine)
-    corpus = open_text(asked, cache, draft)
-    return settle(asked, corpus, machine, draft, dry_run=dry_run)
+    asked, steps = choose_sizes_by_bytes(asked, machine)
+    corpus = open_text(asked, cache, steps)
+    return settle(asked, corpus, machine, dry_run=dry_run)
 
 
 # -- the text --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Sizes and steps for a number of minutes, chosen before the text was read.
+def choose_sizes_by_bytes(asked: Requested, machine: Machine) -> tuple[Requested, int | None]:
+    """Choose sizes for which a vocabulary is to be learned, if minutes choose them.
 
-    sized: the configuration with the sizes. text_size: the guess by which they were chosen.
-    seconds: those that were left then.
-    """
-
-    sized: Config
-    steps: int
-    text_size: TextSize
-    seconds: float
-
-    @property
-    def config(self) -> Config:
-        return self.sized.with_train(steps=self.steps)
-
-
-def draft_sizes(asked: Requested, machine: Machine) -> Draft | None:
-    """Choose sizes and steps for which a vocabulary is to be learned, if minutes choose them.
-
-    How often they read the text is guessed from its bytes.
+    How often they read the text is guessed from its bytes. Also returns about how many steps they
+    make.
     """
     config = asked.config
     if asked.minutes is None or config.base.run is not None or not learns_vocabulary(config):
-        return None
+        return asked, None
     seconds = machine.get_seconds_left(asked.minutes)
     tokens = max(1.0, measure_text(config.data) / BYTES_PER_TOKEN)
     guess = TextSize(total=tokens, per_epoch=tokens)
-    sized, steps = minutes.choose_sizes(config, seconds, machine, guess)
-    return Draft(sized, steps, guess, seconds)
+    config, steps = minutes.choose_sizes(config, seconds, machine, guess)
+    return replace(asked, config=config), steps
 
 
-def open_text(asked: Requested, cache: Path, draft: Draft | None = None) -> Corpus:
-    """Prepare the text in tokens: those of the base, or of a tokenizer that suits the `draft`.
+def open_text(asked: Requested, cache: Path, steps: int | None = None) -> Corpus:
+    """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
-    DataError for a text that cannot be used, or that is not the one which the run began with.
+    `steps` are those that training will make, where they are known. DataError for a text that
+    cannot be used, or that is not the one which the run began with.
     """
-    config = asked.config if draft is None else draft.config
+    config = asked.config if steps is None else asked.config.with_train(steps=steps)
     if _chooses_row_length(asked):
         config = minutes.shorten_rows(config)  # a text that is too short for others will do
     corpus = prepare_corpus(config, cache, tokenizer=asked.tokenizer if config.base.run else None)
@@ -202,19 +180,13 @@ def count_tokens_per_character(corpus: Corpus) -> float:
 # -- the five steps --------------------------------------------------------------------------------
 
 
-def settle(
-    asked: Requested,
-    corpus: Corpus,
-    machine: Machine,
-    draft: Draft | None = None,
-    *,
-    dry_run: bool = False,
-) -> Plan:
+def settle(asked: Requested, corpus: Corpus, machine: Machine, *, dry_run: bool = False) -> Plan:
     """Settle what is open, from the text and the machine; raises as `make_plan` does."""
     config = asked.config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     say_text(asked, corpus)
-    plan = Plan(asked, config, corpus, measure_corpus(config, corpus), machine)
-    plan = settle_sizes(plan, draft)
+    shortened = minutes.shorten_rows(config) if _chooses_row_length(asked) else config
+    plan = Plan(asked, config, corpus, measure_corpus(shortened, corpus), machine)
+    plan = settle_sizes(plan)
     plan = settle_steps(plan)
     plan = settle_recipe(plan)
     plan = settle_micro_batch(plan, dry_run)
@@ -225,16 +197,13 @@ def settle(
     return plan
 
 
-def settle_sizes(plan: Plan, draft: Draft | None) -> Plan:
+def settle_sizes(plan: Plan) -> Plan:
     """Choose the sizes that are still open if minutes are given; for fine-tuning only the batch."""
     asked = plan.requested
     if asked.minutes is None:
         return plan
     config = plan.config
     machine = plan.machine
-    if draft is not None and _still_holds(draft, plan):
-        tokenizer = plan.corpus.tokenizer
-        config = draft.sized.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
     seconds = machine.get_seconds_left(asked.minutes)
     minutes.say_time_left(asked.minutes, seconds)
     if config.base.run is not None:
@@ -247,20 +216,9 @@ def settle_sizes(plan: Plan, draft: Draft | None) -> Plan:
         return replace(plan, config=config, text_size=text_size, step_time=step_time)
     if not minutes.states_all_sizes(config):
         config, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
+    if _chooses_row_length(asked) and config.seq_len >= plan.text_size.shortest:
+        config = minutes.shorten_context(config, asked.stated.train)
     return replace(plan, config=config, text_size=measure_corpus(config, plan.corpus))
-
-
-def _still_holds(draft: Draft, plan: Plan) -> bool:
-    """Return whether the sizes of a draft suit the text, now that it is read, and the time left."""
-    left = plan.machine.get_seconds_left(plan.requested.minutes or 0)
-    if left < MIN_TIME_SHARE_LEFT * draft.seconds:
-        return False
-    if draft.sized.seq_len >= plan.text_size.shortest:
-        return False
-    error = draft.text_size.total / plan.text_size.total
-    is_off = not 1 / MAX_GUESS_ERROR < error < MAX_GUESS_ERROR
-    read_often = reads_often(draft.config, plan.text_size)
-    return read_often == reads_often(draft.config, draft.text_size) and not (read_often and is_off)
 
 
 def settle_steps(plan: Plan) -> Plan:

@@ -178,17 +178,14 @@ def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(seconds):
             assert plan.train.batch_size * plan.seq_len == rows * 256
 
 
-def test_rows_are_long_where_a_text_is_read_once_or_twice_and_fits_them():
+def test_rows_are_long_where_a_text_is_read_once_or_twice():
     config = Config().with_tokenizer("byte", 257)
     read_once = TextSize(1e9, per_epoch=1e9)
-    short_files = replace(read_once, shortest=512)
     read_often = TextSize(1e6, per_epoch=1e6)
     short = validate({"model": {"context_length": 100}}, {}).with_tokenizer("byte", 257)
     rows = validate({"train": {"seq_len": 128}}, {}).with_tokenizer("byte", 257)
     for requested, text, context, n_rows in (
         (config, read_once, 512, 8),
-        (config, replace(short_files, shortest=513), 512, 8),
-        (config, short_files, 256, 16),
         (config, read_often, 256, 16),
         (short, read_once, 100, 41),
         (rows, read_once, 256, 32),

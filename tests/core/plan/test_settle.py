@@ -12,9 +12,7 @@ import pytest
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError, MachineError
-from gptmini.plan import settle
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
@@ -243,40 +241,14 @@ def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path):
             make_plan(config, None, tmp_path / "cache", machine=HALF_A_SECOND)
 
 
-def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
-    letters = random.Random(0)
-    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(10_000)]
-    (tmp_path / "text.txt").write_text(" ".join(20 * words))
-    gone = [0.0]
-    prepare = settle.prepare_corpus
-
-    def slow(*given: Any, **options: Any) -> Corpus:
-        gone[0] += 500
-        return prepare(*given, **options)
-
-    monkeypatch.setattr(settle, "prepare_corpus", slow)
-    machine = replace(HALF_A_SECOND, seconds_gone=lambda: gone[0])
-    sections = {"data": {"path": str(tmp_path / "text.txt")}}
-    sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
-    config = plan_on(machine, sections, tmp_path).config
-    assert config.model.d_model == 128  # for 100 seconds; for 600 it would be 256
-
-
-@pytest.mark.parametrize(
-    ("copies", "guess", "layers"), [(10, 0.1, 4), (10, 2.7, 4), (10, 8.0, 4), (50, 50, 2)]
-)
-def test_sizes_are_chosen_again_if_the_guess_how_often_a_text_is_read_was_wrong(
-    tmp_path: Path, monkeypatch, copies: int, guess: float, layers: int
-):
-    letters = random.Random(0)
-    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(10_000)]
-    (tmp_path / "text.txt").write_text(" ".join(copies * words))
-    monkeypatch.setattr(settle, "BYTES_PER_TOKEN", guess)
-    sections = {"data": {"path": str(tmp_path / "text.txt")}}
-    sections["train"] = {"minutes": 6, "compile": "off", "device": "cpu", "dtype": "float32"}
-    config = plan_on(HALF_A_SECOND, sections, tmp_path).config
-    assert config.model.n_layer == layers
-    assert config.model.tie_embeddings == (layers == 4)
+def test_models_are_timed_once(tmp_path: Path, capsys):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 100_000)
+    for kind in ("auto", "byte"):
+        machine = replace(HALF_A_SECOND, timed=[])
+        train = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
+        sections = {"data": {"path": str(tmp_path / "text.txt")}, "tokenizer": {"kind": kind}}
+        plan_on(machine, {**sections, "train": train}, tmp_path)
+        assert capsys.readouterr().err.count("timing models") == 1
 
 
 @pytest.mark.parametrize("kind", ["auto", "byte"])
