@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -125,7 +125,8 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
     """Read a file; CheckpointError if it does not match the manifest."""
     check_file(path, manifest)
     try:
-        with safe_open(path, "pt") as file:
+        # By its number, as the library takes no name that is not UTF-8.
+        with path.open("rb") as opened, safe_open(_name_by_number(opened, path), "pt") as file:
             # Copied: the library's own tensors are the file itself, which may be deleted or cut.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if strange := {tensor.dtype for tensor in tensors.values()} - DTYPES:
@@ -133,6 +134,11 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
     return tensors
+
+
+def _name_by_number(opened: BinaryIO, path: Path) -> str:
+    """Return the name of an open file that holds no bytes of its owner's; Windows needs none."""
+    return str(path) if files.IS_WINDOWS else f"/dev/fd/{opened.fileno()}"
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:
