@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -148,28 +147,3 @@ def bpe_file(**changes: object) -> str:
     special = {"<|endoftext|>": 256}
     whole = {"format": 1, "kind": "x", "pattern": "a|.", "special_tokens": special, "ranks": ranks}
     return json.dumps(whole | changes)
-
-
-def data_of(content: bytes) -> dict:
-    """The data in a page, found as a browser finds it."""
-
-    class Reader(HTMLParser):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scripts: list[str] = []
-            self.inside = False
-
-        def handle_starttag(self, tag, attrs):
-            self.inside = tag == "script"
-            if self.inside:
-                self.scripts.append("")
-
-        def handle_data(self, text):
-            if self.inside:
-                self.scripts[-1] += text
-
-    reader = Reader()
-    reader.feed(content.decode())
-    data, code = reader.scripts
-    assert "</script>" not in code
-    return json.loads(data)

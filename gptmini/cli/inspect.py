@@ -52,11 +52,10 @@ def inspect(
         print("\nx visible, . masked; a row is a query, a column a key")
         if out is not None:
             plots.save_figure(plots.draw_mask(cells.numpy(), mask), out)
+            say(f"{out}: written")
     else:
         path = resolve_run(run, "--prompt")
         _inspect_run(path, str(prompt), layer, head, out)
-    if out is not None:
-        say(f"{out}: written")
 
 
 def _inspect_run(
@@ -79,6 +78,7 @@ def _inspect_run(
 
         with show_elapsed("writing the page"):
             export_page(trained, out, prompt=prompt)
+        say(f"{out}: written; open it in a browser")
     print(view.format_text())
     if out is None:
         say("as a page to explore: --out FILE.html")
@@ -88,3 +88,4 @@ def _inspect_run(
         weights = view.weights.numpy()  # (L, H, T, T)
         figure = plots.draw_attention(weights, view.labels, view.n_kv_head, view.layers, head)
         plots.save_figure(figure, out)
+        say(f"{out}: written")

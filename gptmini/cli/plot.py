@@ -12,7 +12,7 @@ def plot(
     out: Path | None = option(
         None,
         "FILE",
-        "A picture (.png, .pdf, .svg) or an interactive page (.html).",
+        "A picture (.png, .pdf, .svg) or a page with it and the samples (.html).",
         show_default="RUN/plot.png and RUN/plot.html",
     ),
 ) -> None:
@@ -23,5 +23,5 @@ def plot(
     from gptmini.figures import report
 
     with show_elapsed("drawing"):
-        written = report.write_report(paths, files)
-    print(*written, sep="\n")
+        report.write_report(paths, files)
+    print(*files, sep="\n")

@@ -1,87 +1,87 @@
-"""Writes a page of tables, charts and samples as one HTML file: page.html and its data.
+"""Writes a page of tables, pictures and samples as one HTML file without any script.
 
-Nothing in the data can become markup or script: it is JSON in ASCII without `<`, `>` and `&`; the
-script only ever sets texts; and the page's Content-Security-Policy allows no script but its own, no
-network and no other file. Loads no torch.
+Whatever a table or sample says is escaped, and the page's Content-Security-Policy allows neither
+scripts nor the network nor other files. Loads no torch.
 """
 
 import base64
-import hashlib
-import json
-import re
-from pathlib import Path
-from typing import Any
+from html import escape
 
-TEMPLATE_FILE = Path(__file__).with_name("page.html")
+from gptmini.console import escape_control_characters
 
-PageItem = dict[str, Any]  # JSON data; `type` names the function of page.html that shows it
-Series = dict[str, Any]
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+STYLE = """
+:root { color-scheme: light dark; --soft: light-dark(#5c6067, #a7abb3);
+        --line: light-dark(#dcd8ce, #343940); }
+body { margin: 0 auto; max-width: 75rem; padding: 1.2rem 1rem 3rem; overflow-wrap: anywhere;
+       font: 15px/1.5 system-ui, sans-serif; color: light-dark(#1e2023, #e8e6e1);
+       background: light-dark(#f6f4ef, #111316); }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .7rem; }
+h1, h2 { line-height: 1.25; } .note, footer, summary { color: var(--soft); font-size: .9rem; }
+.scroll { overflow-x: auto; } summary { cursor: pointer; } footer { margin-top: 2rem; }
+table { border-collapse: collapse; font-size: .9rem; overflow-wrap: normal; }
+th, td { text-align: right; padding: .2rem .8rem .2rem 0; font-variant-numeric: tabular-nums; }
+th { color: var(--soft); border-bottom: 1px solid var(--line); } td { white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+img { display: block; width: 100%; box-sizing: border-box; padding: .5rem; border-radius: 12px;
+      background: #fff; border: 1px solid var(--line); }
+pre { white-space: pre-wrap; font-size: .86rem; margin: .4rem 0; padding: .6rem .8rem;
+      background: light-dark(#fff, #1a1d21); border-radius: 8px; }
+"""
 
 
-def render_page(title: str, introduction: str, parts: list[PageItem]) -> bytes:
+def render_page(title: str, introduction: str, parts: list[str]) -> bytes:
     """Render a page; `introduction` is a sentence or two below its title."""
-    page = TEMPLATE_FILE.read_text(encoding="utf-8")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            _allow_source("script", page),
-            _allow_source("style", page),
-            "base-uri 'none'",
-            "form-action 'none'",
-            "require-trusted-types-for 'script'",
-        ]
-    )
-    data = {"title": title, "lead": introduction, "parts": parts}
-    text = json.dumps(data, allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    # The data goes in last, so that the word POLICY in it is not taken for the placeholder.
-    return page.replace("POLICY", policy, 1).replace('"DATA"', text, 1).encode()
+    page = f"""<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_escape(title)}</title>
+<style>{STYLE}</style>
+<h1>{_escape(title)}</h1>
+<p class="note">{_escape(introduction)}</p>
+{"".join(parts)}
+<footer>Made by gptmini. Everything is in this file; it loads nothing and sends nothing.</footer>
+</html>
+"""
+    return page.encode(errors="replace")  # the name of a file may be any bytes
 
 
-def _allow_source(tag: str, page: str) -> str:
-    """Return the rule that allows the one tag in the template, by its hash, and no other."""
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    digest = hashlib.sha256(content.encode()).digest()
-    return f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
+def render_table(head: list[str], rows: list[list[str]], heading: str = "", note: str = "") -> str:
+    """Render a table of texts."""
+    lines = [_render_row("th", head), *(_render_row("td", row) for row in rows)]
+    table = f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    return f'{_render_heading(heading)}{table}<p class="note">{_escape(note)}</p>\n'
 
 
-def build_table(
-    head: list[str], rows: list[list[Any]], heading: str = "", note: str = ""
-) -> PageItem:
-    """Build a table of texts; a cell (value, half width or None) is drawn as an interval by 0."""
-    return {"type": "table", "heading": heading, "note": note, "head": head, "rows": rows}
+def render_picture(svg: bytes, description: str) -> str:
+    """Render a picture; `description` is for those who cannot see it."""
+    source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+    return f'<img src="{source}" alt="{_escape(description)}">\n'
 
 
-def build_series(
-    name: str, points: list[tuple[float, float]], kind: str = "line", color: int = 0
-) -> Series:
-    """Build a series of a chart; `kind` is `line`, `thin` (a thin line) or `dots`."""
-    return {"name": name, "points": points, "kind": kind, "color": color}
+def render_samples(samples: list[tuple[str, str]], heading: str) -> str:
+    """Render samples of a model, each a title and a text; the first is open."""
+    shown = []
+    for number, (title, text) in enumerate(samples):
+        state = "" if number else " open"
+        # A line break at the beginning of <pre> is dropped; it is this one.
+        shown.append(
+            f"<details{state}><summary>{_escape(title)}</summary>"
+            f"<pre>\n{_escape(text)}</pre></details>\n"
+        )
+    return _render_heading(heading) + "".join(shown)
 
 
-def build_chart(
-    title: str, x: str, y: str, series: list[Series], log: str = "", zero: bool = False
-) -> PageItem:
-    """Build a chart with the labels `x` and `y` of its axes.
-
-    `log` names the logarithmic axis, "x" or "y", which leaves out points at or below 0. With `zero`
-    the y axis begins at 0.
-    """
-    if log:
-        place = "xy".index(log)
-        for each in series:
-            each["points"] = [point for point in each["points"] if point[place] > 0]
-    return {
-        "title": title,
-        "x": x,
-        "y": y,
-        "series": series,
-        "log": log,
-        "zero": [0] if zero else [],  # values that the y axis must include
-    }
+def _render_heading(heading: str) -> str:
+    return f"<h2>{_escape(heading)}</h2>\n" if heading else ""
 
 
-def build_charts(items: list[PageItem], heading: str) -> PageItem:
-    """Place charts side by side; series of one name share a color and an entry of the legend."""
-    return {"type": "charts", "heading": heading, "items": items}
+def _render_row(tag: str, cells: list[str]) -> str:
+    inner = "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{inner}</tr>\n"
+
+
+def _escape(text: str) -> str:
+    return escape(escape_control_characters(text))

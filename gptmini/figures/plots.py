@@ -1,5 +1,6 @@
 """Draws figures from plain data with matplotlib (the extra `plot`); loads no model and no torch."""
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def create_figure(width: float, height: float, layout: Any = "constrained") -> F
     except ImportError:
         raise make_missing_package_error("pictures", "matplotlib", "plot") from None
     matplotlib.use("agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a name or a token may have dollar signs
     return matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
 
@@ -49,6 +51,16 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure; the file name decides the format."""
     check_suffix(path)
     figure.savefig(path, dpi=100, bbox_inches="tight")
+
+
+def render_svg(figure: Figure) -> bytes:
+    """Render a figure for a page, whose fonts have more scripts than matplotlib's."""
+    import matplotlib  # noqa: PLC0415 - an extra
+
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gptmini"}):
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return file.getvalue()
 
 
 def hide_borders(axis: Any) -> None:
@@ -190,7 +202,7 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
     speed_axis.set_ylim(bottom=0)
     _scale_by_logarithm(loss_axis)  # these two fall steeply at first
     _scale_by_logarithm(norm_axis)
-    _limit_ticks(loss_axis)
+    speed_axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     tokens_label = _label_tokens(runs)
     for axis in (speed_axis, norm_axis):
         axis.locator_params(axis="x", nbins=6)
@@ -201,16 +213,15 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
 
 def _scale_by_logarithm(axis: Any) -> None:
     """Make the y axis logarithmic, with numbers that can be read without exponents."""
-    axis.set_yscale("log", subs=[])
-    axis.yaxis.get_major_locator().set_params(subs=(1, 1.2, 1.5, 2, 3, 5, 7))
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: PLC0415 - an extra
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    # Within a decade, even steps leave more ticks than round parts of it.
+    locator = MaxNLocator(8) if high < 10 * low else LogLocator(subs=(1, 2, 5))
+    axis.yaxis.set_major_locator(locator)
+    axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-def _limit_ticks(axis: Any) -> None:
-    """Place ticks evenly on a logarithmic axis, as losses span less than a decade."""
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - an extra
-
-    axis.yaxis.set_major_locator(MaxNLocator(8))
 
 
 def _label_tokens(runs: dict[str, list[dict[str, Any]]]) -> str:

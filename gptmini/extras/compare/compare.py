@@ -30,18 +30,15 @@ from gptmini.extras.compare.statistics import import_scipy
 from gptmini.extras.compare.variants import (
     Variant,
     build_difference_rows,
-    build_histories,
     build_rows,
-    compare_with_first,
     describe_differences,
     describe_table,
-    drop_steep_start,
     format_comparison,
     list_warnings,
     to_json,
 )
 from gptmini.figures import page
-from gptmini.figures.plots import save_figure
+from gptmini.figures.plots import Figure, render_svg, save_figure
 from gptmini.plan.reconcile import share_choices
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.evaluate_run import Split
@@ -243,50 +240,25 @@ def write_results(variants: list[Variant], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     files.atomic_write_bytes(out / "compare.json", json.dumps(to_json(variants), indent=1).encode())
     files.atomic_write_bytes(out / "compare.md", format_comparison(variants, full=True).encode())
-    files.atomic_write_bytes(out / "compare.html", build_page(variants))
+    figure = None
     try:
-        save_figure(draw_comparison(variants), out / "compare.png")
+        figure = draw_comparison(variants)
+        save_figure(figure, out / "compare.png")
     except MachineError as error:
         warn(f"{out / 'compare.png'}: not drawn; {error}")
+    files.atomic_write_bytes(out / "compare.html", build_page(variants, figure))
 
 
-def build_page(variants: list[Variant]) -> bytes:
-    """Build the page of a comparison: the table, the differences with their intervals, curves."""
+def build_page(variants: list[Variant], figure: Figure | None) -> bytes:
+    """Build the page of a comparison: its tables, and the figure if there is one."""
     headings, *rows = build_rows(variants, full=True)
-    parts = [page.build_table(headings, rows)]
+    parts = [page.render_table(headings, rows)]
     if len(variants) > 1:
-        parts.append(_build_differences(variants))
-    parts.append(_build_charts(variants))
-    title = f"{', '.join(variant.name for variant in variants)} compared"
+        headings, *rows = build_difference_rows(variants)
+        note = "; ".join(describe_differences(variants))
+        parts.append(page.render_table(headings, rows, "Differences", note))
+    if figure is not None:
+        parts.append(page.render_picture(render_svg(figure), "The figures of the tables."))
+    title = f"{format_count(len(variants), 'variant')} compared"
     introduction = "; ".join([*describe_table(variants), *list_warnings(variants)])
     return page.render_page(title, introduction, parts)
-
-
-def _build_differences(variants: list[Variant]) -> page.PageItem:
-    """Build the table of how each variant differs from the first, with the intervals drawn."""
-    headings, *rows = build_difference_rows(variants)
-    bars = [[found.difference, found.half_width] for found in compare_with_first(variants)]
-    drawn = [[*row, bar] for row, bar in zip(rows, bars, strict=True)]
-    note = "; ".join(describe_differences(variants)) + ". A bar that crosses 0: unresolved."
-    return page.build_table([*headings, ""], drawn, "Differences", note)
-
-
-def _build_charts(variants: list[Variant]) -> page.PageItem:
-    """Build the charts that plots.draw_comparison draws."""
-    against_cache = []
-    over_time = []
-    x_label, histories = build_histories(variants)
-    for color, variant in enumerate(variants):
-        kib = variant.cache_bytes / 1024
-        dots = [(kib, bits) for bits in variant.list_figures("bits_per_byte")]
-        against_cache.append(page.build_series(variant.name, dots, "dots", color))
-        for points in histories[variant.name]:
-            late = drop_steep_start(points)
-            over_time.append(page.build_series(variant.name, late, "line", color))
-    charts = [
-        page.build_chart(
-            "Quality and KV cache", "KiB at full context", "bits per byte", against_cache, "x"
-        ),
-        page.build_chart("Quality while training", x_label, "bits per byte", over_time),
-    ]
-    return page.build_charts(charts, "Curves (one dot or line per seed)")

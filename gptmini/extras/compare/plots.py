@@ -1,19 +1,35 @@
-"""Draws a comparison with matplotlib: bits per byte against the KV cache, and over training."""
+"""Draws a comparison: bits per byte against the KV cache, over training, and the differences."""
 
+from statistics import mean
 from typing import Any
 
-from gptmini.extras.compare.variants import Variant, build_histories, drop_steep_start
+from gptmini.console import measure_width
+from gptmini.extras.compare.variants import (
+    Variant,
+    build_histories,
+    compare_with_first,
+    drop_steep_start,
+)
 from gptmini.figures.plots import Figure, create_figure, draw_line, hide_borders
 
 
 def draw_comparison(variants: list[Variant]) -> Figure:
-    """Draw bits per byte of each variant against its KV cache, and over the course of training."""
-    figure = create_figure(10, 4)
-    left, right = figure.subplots(1, 2)
-    _draw_quality_against_cache(left, variants)
-    _draw_quality_over_time(right, variants)
-    hide_borders(left)
-    hide_borders(right)
+    """Draw how good each variant is: by its KV cache, while training, and beside the first."""
+    layout = [["cache", "time"]]
+    heights = [4.0]  # inches
+    if len(variants) > 1:
+        layout.append(["beside", "beside"])
+        heights.append(1.0 + 0.3 * len(variants))
+    figure = create_figure(10, sum(heights))
+    panels = figure.subplot_mosaic(layout, height_ratios=heights)
+    _draw_quality_against_cache(panels["cache"], variants)
+    _draw_quality_over_time(panels["time"], variants)
+    if len(variants) > 1:
+        _draw_differences(panels["beside"], variants)
+    for axis in panels.values():
+        hide_borders(axis)
+    columns = max(1, 100 // (8 + max(measure_width(variant.name) for variant in variants)))
+    figure.legend(loc="outside upper left", ncols=columns, frameon=False)
     return figure
 
 
@@ -22,21 +38,10 @@ def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
         color = f"C{number % 10}"
         values = variant.list_figures("bits_per_byte")
         kib = variant.cache_bytes / 1024
-        mean = sum(values) / len(values)
         axis.scatter([kib] * len(values), values, s=12, color=color, alpha=0.5)
-        axis.scatter(kib, mean, s=160, marker="_", color=color)
-        is_left = number % 2 == 1  # names stand left and right in turn, to overlap less
-        axis.annotate(
-            variant.name,
-            (kib, mean),
-            xytext=(-9 if is_left else 9, 0),
-            textcoords="offset points",
-            ha="right" if is_left else "left",
-            va="center",
-            color=color,
-        )
+        axis.scatter(kib, mean(values), s=160, marker="_", color=color, label=variant.name)
     axis.set_xscale("log", base=2)
-    axis.margins(x=0.4)
+    axis.margins(x=0.2)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set(xlabel="KV cache at full context (KiB)", ylabel="bits per byte")
     axis.set_title("quality and KV cache (one dot per seed)", fontsize=10)
@@ -45,17 +50,27 @@ def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
 def _draw_quality_over_time(axis: Any, variants: list[Variant]) -> None:
     x_label, histories = build_histories(variants)
     late_bits: list[float] = []
-    for number, (name, curves) in enumerate(histories.items()):
-        for place, points in enumerate(curves):
-            label = name if place == 0 else None  # one entry of the legend per variant
-            color = f"C{number % 10}"
-            draw_line(axis, points, ".-", color=color, linewidth=1, markersize=3, label=label)
+    for number, curves in enumerate(histories.values()):
+        for points in curves:
+            draw_line(axis, points, ".-", color=f"C{number % 10}", linewidth=1, markersize=3)
             late_bits += [bits for _, bits in drop_steep_start(points)]
     axis.set(xlabel=x_label)
     axis.set_title("validation bits per byte while training (one line per seed)", fontsize=10)
-    if late_bits:
+    if late_bits:  # imported runs have no history
         highest = max(late_bits)
         axis.set_ylim(top=highest + 0.1 * (highest - min(late_bits)))
-    _, labels = axis.get_legend_handles_labels()
-    if labels:  # imported runs have no history
-        axis.legend(frameon=False)
+
+
+def _draw_differences(axis: Any, variants: list[Variant]) -> None:
+    """Draw how far each variant is from the first, with its interval where that is known."""
+    first, *others = variants
+    axis.axvline(0, color="0.6", linewidth=1)
+    for place, found in enumerate(compare_with_first(variants)):
+        color = f"C{(place + 1) % 10}"
+        axis.errorbar(
+            found.difference, place, xerr=found.half_width, fmt="o", color=color, capsize=4
+        )
+    axis.set_yticks(range(len(others)), [variant.name for variant in others])
+    axis.set_ylim(len(others) - 0.5, -0.5)
+    axis.set(xlabel="bits per byte; less is better, a bar across 0 is unresolved")
+    axis.set_title(f"difference from {first.name}, with its 95 % interval", fontsize=10)

@@ -1,14 +1,17 @@
 """Pictures and reports of runs."""
 
+import base64
 import json
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from gptmini.console import escape_control_characters
 from gptmini.figures import plots, report
 from gptmini.runs.log import read_metrics
-from tests.support import SMALL, data_of
+from tests.support import SMALL
 
 TRAIN = ["train", "--data", "text.txt", *SMALL]
 
@@ -23,42 +26,67 @@ def runs(gptmini, text_file: Path):
     return gptmini
 
 
-def parts_of(name: str) -> dict[str, list]:
-    """The parts of a page by their kinds."""
-    parts: dict[str, list] = {}
-    for part in data_of(Path(name).read_bytes())["parts"]:
-        parts.setdefault(part["type"], []).append(part)
-    return parts
+class Page(HTMLParser):
+    """The texts of a page by their tags, as a browser finds them, and its pictures."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.texts: dict[str, list[str]] = {}
+        self.pictures: list[str] = []
+        self._tags: list[str] = []
+        self.feed(Path(path).read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            data = str(dict(attrs)["src"]).removeprefix("data:image/svg+xml;base64,")
+            self.pictures.append(base64.b64decode(data).decode())
+        elif tag != "meta":
+            self._tags.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._tags:
+            self.texts[self._tags[-1]][-1] += data
 
 
-def test_a_page_has_the_runs_and_their_curves(runs):
+def test_a_page_has_the_runs_their_curves_and_samples(runs):
     code, out, err = runs("plot", "runs/a", "runs/b", "--out", "both.html")
     assert (code, out) == (0, "both.html\n"), err
-    parts = parts_of("both.html")
-    (table,), (charts,) = parts["table"], parts["charts"]
-    assert [dict(zip(table["head"], row, strict=True))["run"] for row in table["rows"]] == [
+    page = Page("both.html")
+    rows = [page.texts["td"][start : start + 8] for start in (0, 8)]
+    assert [dict(zip(page.texts["th"], row, strict=True))["run"] for row in rows] == [
         "runs/a",
         "runs/b",
     ]
-    assert "mqa 4:1" in table["rows"][1]
-    loss, lr, *_ = charts["items"]
-    logged = list(read_metrics(Path("runs/b/metrics.jsonl")))
-    lines = {line["name"]: line["points"] for line in loss["series"]}
-    assert lines["runs/b, validation"] == [
-        [line["tokens"] / 1e6, line["val_loss"]] for line in logged if "val_loss" in line
-    ]
-    assert [y for _, y in lr["series"][1]["points"]] == [
-        line["lr"] for line in logged if "lr" in line
-    ]
-
-
-def test_a_page_shows_the_logged_samples(runs):
-    assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
-    lines = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
-    samples = [line["sample"] for line in lines if "sample" in line]
+    assert "mqa 4:1" in rows[1]
+    (picture,) = page.pictures
+    assert ">runs/b, validation</text>" in picture
+    assert ">loss (nats per token)</text>" in picture
+    logged = list(read_metrics(Path("runs/a/metrics.jsonl")))
+    samples = [line["sample"] for line in logged if "sample" in line]
     assert len(samples) == 2
-    (shown,) = parts_of("a.html")["samples"]
-    assert [text for _, text in shown["items"]] == samples[::-1]
+    expected = ["\n" + escape_control_characters(sample) for sample in samples[::-1]]
+    assert page.texts["pre"][:2] == expected
+
+
+def test_what_runs_say_is_text_and_never_markup(runs):
+    hostile = "<img src=x onerror=alert(1)><script>alert(1)</script>\r</pre>\0\u2028&amp;$x$"
+    Path("runs/a").rename("runs/<b>$a$")
+    last = json.loads(Path("runs/<b>$a$/metrics.jsonl").read_text().splitlines()[-1])
+    with Path("runs/<b>$a$/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(last | {"sample": hostile}) + "\n")
+    code, _, err = runs("plot", "runs/<b>$a$", "--out", "a.html")
+    assert code == 0, err
+    page = Page("a.html")
+    assert page.texts.keys().isdisjoint({"script", "b"})
+    assert len(page.pictures) == 1
+    assert page.texts["h1"] == ["runs/<b>$a$"]
+    shown = "<img src=x onerror=alert(1)><script>alert(1)</script></pre>\\x00\\u2028&amp;$x$"
+    assert page.texts["pre"][0] == f"\n{shown}"
+    assert ">runs/&lt;b&gt;$a$, validation</text>" in page.pictures[0]
 
 
 def test_by_default_picture_and_report_go_into_the_newest_run(runs):
@@ -87,33 +115,15 @@ def test_a_run_that_has_just_begun_is_drawn(runs):
     code, out, err = runs("plot", "runs/a")
     assert (code, out, err) == (0, "runs/a/plot.png\nruns/a/plot.html\n", "")
     assert Path("runs/a/plot.png").read_bytes().startswith(b"\x89PNG")
-    parts = parts_of("runs/a/plot.html")
-    assert parts.keys() == {"table", "charts"}
-    assert "not evaluated yet" in parts["table"][0]["rows"][0]
-    series = parts["charts"][0]["items"][0]["series"]
-    points = {one["name"]: len(one["points"]) for one in series}
-    assert points == {"runs/a, validation": 0, "runs/a, training": 1}
+    assert "not evaluated yet" in Page("runs/a/plot.html").texts["td"]
     assert runs("plot", "runs/a", "runs/b", "--out", "two.html")[0] == 0
 
 
-def test_without_matplotlib_there_is_still_a_page(runs, monkeypatch):
+def test_without_matplotlib_one_line_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = runs("plot")
-    assert (code, out) == (0, "runs/b/plot.html\n")
-    assert err.count("\n") == 1
-    assert "runs/b/plot.png: not drawn; pictures: matplotlib is not installed" in err
-    assert parts_of("runs/b/plot.html")["charts"]
-    code, _, err = runs("plot", "--out", "a.png")
-    assert (code, "pip install -e '.[plot]'" in err) == (5, True)
-
-
-def test_any_character_survives_the_page(runs):
-    last = json.loads(Path("runs/a/metrics.jsonl").read_text().splitlines()[-1])
-    with Path("runs/a/metrics.jsonl").open("a") as file:
-        file.write(json.dumps(last | {"sample": "one\r\ntwo\r</pre>\u2028\0"}) + "\n")
-    assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
-    (shown,) = parts_of("a.html")["samples"]
-    assert shown["items"][0][1] == "one\r\ntwo\r</pre>\u2028\0"
+    assert (code, out, err.count("\n")) == (5, "", 1)
+    assert "pictures: matplotlib is not installed; run pip install -e '.[plot]'" in err
 
 
 def test_lines_that_lack_figures_are_left_out(runs):
@@ -154,3 +164,16 @@ def test_the_axis_of_the_losses_has_enough_ticks():
     low, high = figure.axes[0].get_ylim()
     assert sum(low <= tick <= high for tick in figure.axes[0].get_yticks()) >= 4
     assert figure.axes[2].get_xlabel() == "tokens seen (millions; 64 per step)"
+
+
+def test_norms_within_a_decade_and_beyond_have_enough_ticks():
+    pytest.importorskip("matplotlib")
+    for factor in (0.9, 0.1):
+        norms = [factor**n for n in range(4)]
+        lines = [
+            {"step": n, "tokens": n, "train_loss": 1.0, "grad_norm": norm}
+            for n, norm in enumerate(norms, 1)
+        ]
+        axis = plots.draw_training({"a": lines}).axes[3]
+        low, high = axis.get_ylim()
+        assert sum(low <= tick <= high for tick in axis.get_yticks()) >= 4
