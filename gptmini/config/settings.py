@@ -54,7 +54,7 @@ class AttentionConfig(Section):
     weight_dropout: Fraction = 0.0
     """Dropout of attention weights (GPT-2 has 0.1); above 0, no fused kernel."""
     backend: Literal["auto", "eager", "sdpa", "flash"] = "auto"
-    """Kernel: eager (plain), sdpa (fused), flash (or an error); auto: by measured rules."""
+    """Kernel: eager (plain), sdpa (fused), flash (or an error); auto: the fastest."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.variant == "gqa" and self.n_kv_head is None:
@@ -105,8 +105,8 @@ class ModelConfig(Section):
     """Share one matrix between the token embedding and the output head; default with Muon: where
     the risk of overfitting (docs/training.md) is high."""
     dropout: Fraction | None = None
-    """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: from
-    6 epochs on 0.1 where the risk of overfitting is 10 or more, 0.2 from 40 on; else 0."""
+    """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2
+    for small texts, else 0."""
 
     @property
     def n_kv_head(self) -> int:
@@ -330,7 +330,7 @@ class SampleConfig(Section):
     stop: StopTexts = []
     """Stop before any of these texts, which are left out; at most 16 of 1,000 characters."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Stands in for an empty prompt; null: the end-of-text token. Default: null if training read
+    """What an empty prompt begins with; null: the end-of-text token. Default: null if training read
     that token often, else a line break or a common character."""
     seed: Seed = 1337
     """Random seed for sampling."""

@@ -68,7 +68,7 @@ def _check_messages(where: str, messages: list[Any]) -> None:
         _check_message(f"{where}[{number}]", message)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise DataError(f"{where}: nothing of the assistant to learn; add its answer")
+        raise DataError(f"{where}: no assistant message; add its answer")
     if roles[0] == "assistant":
         raise DataError(f"{where}[0]: of the assistant; put what it answers before it")
 

@@ -15,8 +15,7 @@ class Progress:
     evaluation; `corpus` and `tokenizer` are SHA-256 digests; `loss_scale` keeps gradients in the
     range of float16 and is 1 for other types; `deterministic` is that of Compute; `source` is what
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
-    `own_model` says that it was trained with a model of its owner's, which no configuration
-    describes.
+    `own_model` says that it was trained with a custom model, which no configuration describes.
     """
 
     corpus: str

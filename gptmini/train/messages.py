@@ -58,13 +58,12 @@ def _describe_model(training: Training) -> str:
     model = training.config.model
     count = cost.count_parameters(model)
     size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
-    cache = cost.count_cache_bytes(model, model.context_length)
     window = f", window {model.attention.window}" if model.attention.window else ""
     return (
         f"  model     {size} parameters: {format_count(model.n_layer, 'layer')}, "
         f"width {model.d_model}, {format_count(model.n_head, 'head')} / "
         f"{format_count(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
-        f"context {model.context_length}; KV cache {cache / 2**20:,.1f} MiB"
+        f"context {model.context_length}"
     )
 
 

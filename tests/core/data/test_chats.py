@@ -100,7 +100,7 @@ def test_messages_of_sharegpt_are_read_as_ours(tmp_path):
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: empty"),
     ({"messages": ["Hi"]}, r"messages\[0\]: not an object"),
-    ({"messages": [ASK]}, "messages: nothing of the assistant to learn"),
+    ({"messages": [ASK]}, "messages: no assistant message"),
     ({"messages": [ANSWER]}, r"messages\[0\]: of the assistant"),
     ({"messages": [{"content": "a"}, ANSWER]}, r"messages\[0\]\.role: missing; use system, "),
     ({"messages": [{**ASK, "role": "human"}, ANSWER]}, r"messages\[0\]\.role: 'human'; use"),

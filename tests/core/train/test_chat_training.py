@@ -213,7 +213,7 @@ def test_the_command_says_how_to_ask(base, chats, gptmini):
     bad.write_text(chats.read_text() + '\n{"messages": [{"role": "user", "content": "a"}]}\n')
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(bad), *small)
     assert code == 3
-    assert "bad.jsonl:61: messages: nothing of the assistant to learn" in said
+    assert "bad.jsonl:61: messages: no assistant message" in said
 
 
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
