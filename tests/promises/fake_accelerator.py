@@ -1,8 +1,8 @@
 """Count what training, evaluation and generation ask of an accelerator, without having one.
 
 Tensors on the device `gpu` have shapes and types but no numbers, and every operation on them is
-counted. It lacks what Apple's GPU lacks: 64-bit floats, and random whole numbers of 64 bits. Prints
-a JSON object: operations that the device lacks, kernels, and how often the host waited for it.
+counted. Prints a JSON object: kernels, how often the host waited for them, and operations whose
+results vary.
 """
 
 import json
@@ -87,7 +87,6 @@ class CountingDevice(TorchDispatchMode):
         super().__init__()
         self.kernels: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        self.lacking: set[str] = set()
         self.varying: set[str] = set()
 
     def __torch_dispatch__(
@@ -109,10 +108,6 @@ class CountingDevice(TorchDispatchMode):
         on_device = [each for each in outputs if each.device.type == "gpu"]
         if reads_device and outputs and not on_device:  # a copy to the host
             self.waits[name] += 1
-        for each in on_device:
-            is_wide_random = "rand" in name and each.dtype == torch.int64
-            if each.dtype == torch.float64 or is_wide_random:
-                self.lacking.add(name)
         returns_nothing = reads_device and name.startswith(("_foreach_", "_fused_"))
         if (on_device or returns_nothing) and not name.startswith(FREE):
             self.kernels[name] += 1
@@ -256,7 +251,6 @@ def main() -> None:
             found[name] = {
                 "kernels": counts.kernels.total(),
                 "waits": dict(counts.waits),
-                "lacking": sorted(counts.lacking),
                 "varying": sorted(counts.varying),
             }
         with fuse():

@@ -18,11 +18,6 @@ def counted() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_nothing_needs_what_apples_gpu_lacks(counted: dict[str, Any]):
-    assert counted["train_step"]["lacking"] == []
-    assert counted["evaluate"]["lacking"] == []
-
-
 def test_a_step_waits_for_the_device_once(counted: dict[str, Any]):
     assert sum(counted["train_step"]["waits"].values()) == 1
     assert counted["train_step"]["kernels"] > 100

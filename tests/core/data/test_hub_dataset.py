@@ -252,14 +252,6 @@ def expect_one_line(result: tuple[int, str, str], code: int, named: str) -> None
     assert not Path("runs").exists()
 
 
-def test_a_connection_that_breaks_is_taken_up(gptmini, local_hub: LocalHub, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
-    local_hub.add(NAME, {"train.parquet": stories("a")}, "dataset")
-    local_hub.cuts["train.parquet"] = [150]
-    assert gptmini("data", "prepare", "--data", f"hf:{NAME}", *BYTES[4:])[0] == 0
-    assert local_hub.downloads("train.parquet")[1].endswith(" bytes=100-")
-
-
 def test_offline_a_dataset_without_its_list_of_files_is_refused(
     gptmini, local_hub: LocalHub, monkeypatch
 ):
