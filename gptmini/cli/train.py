@@ -105,13 +105,13 @@ def train(
         return
     run = load_run(out, settings.train.device, cache=cache)
     end = math.inf
-    if plan.requested.steps_follow_minutes and settings.train.minutes is not None:
+    if plan.request.steps_follow_minutes and settings.train.minutes is not None:
         end = started + 60 * settings.train.minutes
         end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
     _show_sample(run, plan, end)
     steps = run.config.train.steps
     if steps < FEW_STEPS and run.config.base.run is None:
-        option = "--minutes" if plan.requested.steps_follow_minutes else "--steps"
+        option = "--minutes" if plan.request.steps_follow_minutes else "--steps"
         console.say(
             f"\n{console.format_count(steps, 'step')}: too few for a model, so this is noise; "
             f"pass a larger {option}"

@@ -15,7 +15,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
-class Requested:
+class Request:
     """The request, and what the resumed run or the base brings along.
 
     stated: the configuration as it was requested.
@@ -52,7 +52,7 @@ class Plan:
     compile_outcome: what came of trying torch.compile, in words.
     """
 
-    requested: Requested
+    request: Request
     config: Config
     corpus: Corpus
     text_size: TextSize

@@ -13,7 +13,7 @@ from gptmini.config.load import SET_BY_MINUTES, iter_settings
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
-from gptmini.plan.plan import Requested
+from gptmini.plan.plan import Request
 from gptmini.runs.directory import RunDirectory
 
 # Settings that may change when a run is resumed; any other change would make it another run.
@@ -54,7 +54,7 @@ ADVICE = {
 }
 
 
-def reconcile(requested: Config, run: RunDirectory | None, *, dry_run: bool = False) -> Requested:
+def reconcile(requested: Config, run: RunDirectory | None, *, dry_run: bool = False) -> Request:
     """Fill in what an existing run chose, or what the base of a new one has.
 
     `run` is where it is to be trained. `dry_run`: leave the checkpoints of a base unread. Raises
@@ -65,10 +65,10 @@ def reconcile(requested: Config, run: RunDirectory | None, *, dry_run: bool = Fa
         return _resume(requested, run)
     if requested.base.run is not None:
         return _begin_from_base(requested, RunDirectory(Path(requested.base.run)), dry_run)
-    return Requested(requested, pin_datasets(requested, None))
+    return Request(requested, pin_datasets(requested, None))
 
 
-def _begin_from_base(requested: Config, base: RunDirectory, dry_run: bool) -> Requested:
+def _begin_from_base(requested: Config, base: RunDirectory, dry_run: bool) -> Request:
     config = start_from_base(requested, base.load_config())
     if dry_run:
         tokenizer = base.load_tokenizer()
@@ -84,7 +84,7 @@ def _begin_from_base(requested: Config, base: RunDirectory, dry_run: bool) -> Re
                     f"leave base.step and base.sha256 out to begin from that one"
                 )
         config = config.model_copy(update={"base": config.base.model_copy(update=recorded)})
-    return Requested(requested, pin_datasets(config, None), tokenizer=tokenizer)
+    return Request(requested, pin_datasets(config, None), tokenizer=tokenizer)
 
 
 def pin_datasets(config: Config, existing: Config | None) -> Config:
@@ -110,7 +110,7 @@ def pin_datasets(config: Config, existing: Config | None) -> Config:
 # -- a run that is resumed -------------------------------------------------------------------------
 
 
-def _resume(requested: Config, run: RunDirectory) -> Requested:
+def _resume(requested: Config, run: RunDirectory) -> Request:
     """Keep all that the run has settled, but for what may change and is requested otherwise."""
     settled = run.load_config()
     check_same_request(requested, run.load_request(), settled, run)
@@ -125,7 +125,7 @@ def _resume(requested: Config, run: RunDirectory) -> Requested:
     config = settled.with_train(**train).model_copy(
         update={"data": settled.data.model_copy(update=paths), "sample": requested.sample}
     )
-    resumed = Requested(
+    resumed = Request(
         requested, pin_datasets(config, settled), run.path, settled, run.load_tokenizer()
     )
     if not resumed.steps_follow_minutes:

@@ -18,7 +18,7 @@ from gptmini.errors import DataError
 from gptmini.machine import keep_freed_memory, pick_compute
 from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.plan import Plan, Requested
+from gptmini.plan.plan import Plan, Request
 from gptmini.plan.recipe import (
     TextSize,
     choose_dropout,
@@ -74,67 +74,67 @@ def make_plan(
     does not fit.
     """
     started = time.perf_counter() if started is None else started
-    asked = reconcile(requested, run, dry_run=dry_run)
+    request = reconcile(requested, run, dry_run=dry_run)
     if machine is None:
-        train = asked.config.train
+        train = request.config.train
         compute = pick_compute(train.device, train.dtype, train.deterministic)
         machine = Machine(compute, world_size, started)
     keep_freed_memory()
-    asked, steps = choose_sizes_by_bytes(asked, machine)
-    corpus = open_text(asked, cache, steps)
-    return settle(asked, corpus, machine, dry_run=dry_run)
+    request, steps = choose_sizes_by_bytes(request, machine)
+    corpus = open_text(request, cache, steps)
+    return settle(request, corpus, machine, dry_run=dry_run)
 
 
 # -- the text --------------------------------------------------------------------------------------
 
 
-def choose_sizes_by_bytes(asked: Requested, machine: Machine) -> tuple[Requested, int | None]:
+def choose_sizes_by_bytes(request: Request, machine: Machine) -> tuple[Request, int | None]:
     """Choose sizes for which a vocabulary is to be learned, if minutes choose them.
 
     How often they read the text is guessed from its bytes. Also returns about how many steps they
     make.
     """
-    config = asked.config
-    if asked.minutes is None or config.base.run is not None or not learns_vocabulary(config):
-        return asked, None
-    seconds = machine.get_seconds_left(asked.minutes)
+    config = request.config
+    if request.minutes is None or config.base.run is not None or not learns_vocabulary(config):
+        return request, None
+    seconds = machine.get_seconds_left(request.minutes)
     tokens = max(1.0, measure_text(config.data) / BYTES_PER_TOKEN)
     guess = TextSize(total=tokens, per_epoch=tokens)
     config, steps = minutes.choose_sizes(config, seconds, machine, guess)
-    return replace(asked, config=config), steps
+    return replace(request, config=config), steps
 
 
-def open_text(asked: Requested, cache: Path, steps: int | None = None) -> Corpus:
+def open_text(request: Request, cache: Path, steps: int | None = None) -> Corpus:
     """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
     `steps` are those that training will make, where they are known. DataError for a text that
     cannot be used, or that is not the one which the run began with.
     """
-    config = asked.config if steps is None else asked.config.with_train(steps=steps)
-    if _chooses_row_length(asked):
+    config = request.config if steps is None else request.config.with_train(steps=steps)
+    if _chooses_row_length(request):
         config = minutes.shorten_rows(config)  # a text that is too short for others will do
-    corpus = prepare_corpus(config, cache, tokenizer=asked.tokenizer if config.base.run else None)
-    own = asked.tokenizer
+    corpus = prepare_corpus(config, cache, tokenizer=request.tokenizer if config.base.run else None)
+    own = request.tokenizer
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
-        assert asked.run is not None  # the text is prepared in the very tokenizer of a base
-        raise DataError(describe_changed_text(config.data.path, asked.run))
+        assert request.run is not None  # the text is prepared in the very tokenizer of a base
+        raise DataError(describe_changed_text(config.data.path, request.run))
     return corpus
 
 
-def _chooses_row_length(asked: Requested) -> bool:
+def _chooses_row_length(request: Request) -> bool:
     """Return whether the minutes choose how long rows are."""
-    if asked.minutes is None or asked.stated.train.seq_len is not None:
+    if request.minutes is None or request.stated.train.seq_len is not None:
         return False
-    is_new_model = asked.config.base.run is None
-    return not (is_new_model and "context_length" in asked.stated.model.model_fields_set)
+    is_new_model = request.config.base.run is None
+    return not (is_new_model and "context_length" in request.stated.model.model_fields_set)
 
 
-def say_text(asked: Requested, corpus: Corpus) -> None:
+def say_text(request: Request, corpus: Corpus) -> None:
     """Show the text in tokens, and the base."""
-    is_kind_chosen = asked.config.base.run is None and asked.stated.tokenizer.kind == "auto"
+    is_kind_chosen = request.config.base.run is None and request.stated.tokenizer.kind == "auto"
     say_header(corpus.format_summary("auto" if is_kind_chosen else ""))
-    if asked.config.base.run is not None:
-        say_base(asked.config, corpus)
+    if request.config.base.run is not None:
+        say_base(request.config, corpus)
 
 
 def say_base(config: Config, corpus: Corpus) -> None:
@@ -180,12 +180,12 @@ def count_tokens_per_character(corpus: Corpus) -> float:
 # -- the five steps --------------------------------------------------------------------------------
 
 
-def settle(asked: Requested, corpus: Corpus, machine: Machine, *, dry_run: bool = False) -> Plan:
+def settle(request: Request, corpus: Corpus, machine: Machine, *, dry_run: bool = False) -> Plan:
     """Settle what is open, from the text and the machine; raises as `make_plan` does."""
-    config = asked.config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
-    say_text(asked, corpus)
-    shortened = minutes.shorten_rows(config) if _chooses_row_length(asked) else config
-    plan = Plan(asked, config, corpus, measure_corpus(shortened, corpus), machine)
+    config = request.config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    say_text(request, corpus)
+    shortened = minutes.shorten_rows(config) if _chooses_row_length(request) else config
+    plan = Plan(request, config, corpus, measure_corpus(shortened, corpus), machine)
     plan = settle_sizes(plan)
     plan = settle_steps(plan)
     plan = settle_recipe(plan)
@@ -199,25 +199,25 @@ def settle(asked: Requested, corpus: Corpus, machine: Machine, *, dry_run: bool 
 
 def settle_sizes(plan: Plan) -> Plan:
     """Choose the sizes that are still open if minutes are given; for fine-tuning only the batch."""
-    asked = plan.requested
-    if asked.minutes is None:
+    request = plan.request
+    if request.minutes is None:
         return plan
     config = plan.config
     machine = plan.machine
-    seconds = machine.get_seconds_left(asked.minutes)
-    minutes.say_time_left(asked.minutes, seconds)
+    seconds = machine.get_seconds_left(request.minutes)
+    minutes.say_time_left(request.minutes, seconds)
     if config.base.run is not None:
         machine.check_memory(count_parameters(config.model))
         files = plan.corpus.training + plan.corpus.validation
         longest_row = min(map(len, files)) - 1
-        stated = asked.stated.train
+        stated = request.stated.train
         config, step_time = minutes.choose_batch(config, stated, seconds, machine, longest_row)
         text_size = measure_corpus(config, plan.corpus)  # in rows that may be shorter now
         return replace(plan, config=config, text_size=text_size, step_time=step_time)
     if not minutes.states_all_sizes(config):
         config, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
-    if _chooses_row_length(asked) and config.seq_len >= plan.text_size.shortest:
-        config = minutes.shorten_context(config, asked.stated.train)
+    if _chooses_row_length(request) and config.seq_len >= plan.text_size.shortest:
+        config = minutes.shorten_context(config, request.stated.train)
     return replace(plan, config=config, text_size=measure_corpus(config, plan.corpus))
 
 
@@ -226,16 +226,16 @@ def settle_steps(plan: Plan) -> Plan:
 
     A run that is resumed with more minutes goes on, but not until its model gets worse.
     """
-    asked = plan.requested
+    request = plan.request
     config = plan.config
-    if asked.minutes is not None:
+    if request.minutes is not None:
         useful = compute_useful_steps(config, plan.text_size)
-        seconds = plan.machine.get_seconds_left(asked.minutes)
+        seconds = plan.machine.get_seconds_left(request.minutes)
         config = minutes.choose_steps(
             config, seconds, plan.machine, plan.corpus.held_out, plan.step_time, useful
         )
-    elif asked.existing is not None and asked.steps_follow_minutes:
-        most = max(asked.existing.train.steps, compute_useful_steps(config, plan.text_size))
+    elif request.existing is not None and request.steps_follow_minutes:
+        most = max(request.existing.train.steps, compute_useful_steps(config, plan.text_size))
         config = config.with_train(steps=int(min(config.train.steps, most)))
     return replace(plan, config=config)
 
@@ -243,7 +243,7 @@ def settle_steps(plan: Plan) -> Plan:
 def settle_recipe(plan: Plan) -> Plan:
     """Choose what follows from how often the steps read the text."""
     config = plan.config
-    if plan.requested.existing is None:
+    if plan.request.existing is None:
         config = choose_recipe(config, plan.text_size)
     config = choose_dropout(config, plan.text_size)
     config = choose_sample_start(config, plan.corpus, plan.text_size)
@@ -254,7 +254,7 @@ def settle_micro_batch(plan: Plan, dry_run: bool) -> Plan:
     """Choose how processes share a batch, and as many rows per forward pass as fit."""
     machine = plan.machine
     is_reduce_open = plan.config.train.reduce == "auto"
-    is_size_stated = plan.requested.stated.train.micro_batch_size is not None
+    is_size_stated = plan.request.stated.train.micro_batch_size is not None
     config = split_batch(plan.config, machine.world_size, is_size_stated)
     if not dry_run:
         config = shard_if_needed(config, machine, is_reduce_open)
@@ -270,7 +270,7 @@ def settle_compile(plan: Plan) -> Plan:
     times the whole model, which may not fit.
     """
     train = plan.config.train
-    existing = plan.requested.existing
+    existing = plan.request.existing
     was_tried = existing is not None and train.compile == existing.train.compile != "auto"
     if was_tried or (train.shard and plan.machine.world_size > 1):
         return plan

@@ -79,7 +79,7 @@ def build_training(
         optimizer = Optimizer.wrap(own.optimizer(model), model)
     return Training(
         config=config,
-        request=plan.requested.stated,
+        request=plan.request.stated,
         run=run,
         corpus=corpus,
         model=model,
@@ -93,7 +93,7 @@ def build_training(
         progress=progress,
         bias=build_token_bias(corpus.tokenizer, config.sample),
         text_size=plan.text_size,
-        steps_follow_minutes=plan.requested.steps_follow_minutes,
+        steps_follow_minutes=plan.request.steps_follow_minutes,
         own=own,
         started=plan.machine.started,
     )

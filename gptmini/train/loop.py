@@ -55,7 +55,7 @@ def train(
     run = RunDirectory(out)
     training = build_training(plan, run, own, group)
     with training.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
-        create_or_resume(training, plan.requested.existing)
+        create_or_resume(training, plan.request.existing)
         if _is_finished(training):
             say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
             return False

@@ -16,7 +16,7 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import ConfigError
 from gptmini.extras.parallel.ranks import Ranks
 from gptmini.machine import Compute
-from gptmini.plan.plan import Plan, Requested
+from gptmini.plan.plan import Plan, Request
 from gptmini.plan.recipe import measure_corpus
 from gptmini.plan.settle import make_plan
 from gptmini.plan.timing import Machine
@@ -44,7 +44,7 @@ def plan_on_all_ranks(
 
     def plan_as_json() -> dict[str, Any]:
         plan = make_plan(requested, run, cache, started, world_size=group.world_size)
-        existing = plan.requested.existing
+        existing = plan.request.existing
         return {
             "config": plan.config.model_dump(),
             "existing": None if existing is None else existing.model_dump(),
@@ -68,7 +68,7 @@ def plan_on_all_ranks(
     )
     group.check_same({"deterministic": compute.deterministic}, SAME_START_REMEDY)
     return Plan(
-        requested=Requested(requested, config, run.path, existing, tokenizer),
+        request=Request(requested, config, run.path, existing, tokenizer),
         config=config,
         corpus=corpus,
         text_size=measure_corpus(config, corpus),

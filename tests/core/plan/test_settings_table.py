@@ -132,7 +132,7 @@ class Machine:
         """A run at step 0, with weights, as a base must have them."""
         run = RunDirectory(self.folder / name)
         plan = make_plan(validate(sections, {}), None, self.cache, dry_run=True)
-        run.create(plan.config, plan.corpus.tokenizer, plan.requested.stated)
+        run.create(plan.config, plan.corpus.tokenizer, plan.request.stated)
         progress = Progress(plan.corpus.content, plan.corpus.tokenizer.fingerprint)
         weights = GPT(plan.config.model).state_dict()
         run.save(Checkpoint(vars(progress), weights, {}))
