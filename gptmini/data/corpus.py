@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
 from gptmini.data import formats, hub_dataset, numbers, sources, token_file
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
-from gptmini.data.token_file import ConcatTokenFile, Corpus, TokenFile, TokenOutput
+from gptmini.data.token_file import Corpus, Label, TokenFile
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
@@ -61,35 +61,11 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Tok
         return _prepare_whole(paths, settings, tokenizer, cache)
 
 
-def prepare_token_file(config: Config, out: Path, cache: Path) -> TokenFile:
-    """Write all of a text to a token file that has its tokenizer in it, for training to read.
-
-    A vocabulary is learned, or taken from the cache, as if the text were trained on by itself.
-    Raises as prepare_corpus does.
-    """
-    with open_cache(config.data, cache) as paths:
-        splits = _split_sources(config.data, paths)
-        training: list[TextSource] = [SourceSide(split, "training") for split in splits]
-        source = sources.find_source(paths, config.data)
-        chat = _has_conversations([source], cache)
-        tokenizer = _get_tokenizer(config, training, cache, chat)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            _write_token_file(source, tokenizer, out, prepared=True)
-        except OSError as error:
-            raise MachineError(
-                f"{error.filename or out}: {describe_os_error(error)}; free some space, or choose "
-                f"another --out"
-            ) from None
-    return TokenFile(out, tokenizer, prepared=True)
-
-
 def learns_vocabulary(config: Config) -> bool:
     """Check whether a vocabulary of open size is to be learned from the text."""
     return (
         config.tokenizer.kind in ("auto", "bpe")
         and config.tokenizer.vocab_size is None
-        and find_token_files(config.data.path) is None
         and find_number_files(config.data.path) is None
     )
 
@@ -102,7 +78,7 @@ def measure_text(settings: DataConfig) -> float:
 
 
 def check_paths(paths: list[str], settings: DataConfig) -> None:
-    """DataError for paths that name no text and no token files.
+    """DataError for paths that name no text.
 
     Of a dataset on the Hub only the form of its name is checked, not what needs a network.
     """
@@ -112,25 +88,8 @@ def check_paths(paths: list[str], settings: DataConfig) -> None:
             hub_dataset.parse_dataset_name(path)
         else:
             local.append(path)
-    if local and find_token_files(local) is None and find_number_files(local) is None:
+    if local and find_number_files(local) is None:
         sources.find_source(local, settings)
-
-
-def find_token_files(paths: list[str]) -> list[Path] | None:
-    """Find the token files that paths name, in order; None if they name texts.
-
-    DataError for both in one list.
-    """
-    found = [_find_token_files_at(path) for path in paths]
-    if not any(found):
-        return None
-    for path, listed in zip(paths, found, strict=True):
-        if not listed:
-            raise DataError(
-                f"{path}: a text beside token files; prepare it too, with gptmini data prepare "
-                f"--out FILE.tokens"
-            )
-    return [file for listed in found for file in listed]
 
 
 def find_number_files(paths: list[str]) -> list[list[Path]] | None:
@@ -153,21 +112,6 @@ def find_number_files(paths: list[str]) -> list[list[Path]] | None:
     return found
 
 
-def _copy_numbers(found: list[list[Path]], tokenizer: Tokenizer, cache: Path) -> list[str]:
-    """Copy the token numbers of each path into a token file of the cache."""
-    copied = []
-    for listed in found:
-        digest = hashlib.sha256(tokenizer.fingerprint.encode())
-        for file in listed:
-            with files.open_regular(file) as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
-        path = cache / f"{digest.hexdigest()[:40]}.tokens"
-        if not token_file.is_prepared(path):
-            numbers.write_numbers(listed, tokenizer, TokenOutput(path, digest.hexdigest()))
-        copied.append(str(path))
-    return copied
-
-
 def _get_number_tokenizer(config: Config, path: Path) -> Tokenizer:
     """Get the tokenizer that made token numbers, which must be named."""
     kind = config.tokenizer.kind
@@ -177,19 +121,6 @@ def _get_number_tokenizer(config: Config, path: Path) -> Tokenizer:
             f"tokenizer.kind=gpt2"
         )
     return create_tokenizer(kind)
-
-
-def _find_token_files_at(path: str) -> list[Path]:
-    """Find the token files of a file, folder or pattern; none if it names a text."""
-    place = Path(os.path.expanduser(path))  # Path.expanduser can raise
-    matches = [place]
-    if place.is_dir():
-        matches = sorted(place.glob("*.tokens"))
-    elif place.suffix != ".tokens":
-        return []
-    elif not place.exists():
-        matches = [Path(match) for match in sorted(glob.glob(str(place)))]
-    return [match for match in matches if token_file.is_prepared(match)]
 
 
 @contextmanager
@@ -222,15 +153,10 @@ def _prepare(
     config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
     found = find_number_files(paths)
-    if found is not None:
-        tokenizer = tokenizer or _get_number_tokenizer(config, found[0][0])
-        paths = _copy_numbers(found, tokenizer, cache)
-    token_files = find_token_files(paths)
-    if token_files is None:
+    if found is None:
         corpus = _prepare_sources(config, paths, cache, with_test, tokenizer)
     else:
-        tokenizer = tokenizer or _load_prepared_tokenizer(token_files[0], config)
-        corpus = _open_prepared(config, paths, tokenizer, cache, with_test)
+        corpus = _prepare_numbers(config, found, cache, with_test, tokenizer)
     _check_length(corpus, config)
     _warn_of_small_weights(config.data)
     return corpus
@@ -313,55 +239,55 @@ def find_training_text(settings: DataConfig, paths: list[str]) -> SplitText:
     return SplitText(_split_sources(settings, paths), separate)
 
 
-def _load_prepared_tokenizer(path: Path, config: Config) -> Tokenizer:
-    """Load the tokenizer of a token file; DataError if the configuration names another."""
-    tokenizer = token_file.read_tokenizer(path)
-    kind = config.tokenizer.kind
-    vocab_size = config.tokenizer.vocab_size
-    if kind.endswith(".json"):
-        same = load_tokenizer(Path(kind)).fingerprint == tokenizer.fingerprint
-    else:
-        same = kind in ("auto", tokenizer.kind) and vocab_size in (None, tokenizer.vocab_size)
-    if not same:
-        raise DataError(
-            f"{path}: prepared with {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, not with "
-            f"{kind}; prepare the text again, or leave the tokenizer out"
-        )
-    return tokenizer
-
-
-def _open_token_files(paths: list[Path], tokenizer: Tokenizer) -> ConcatTokenFile:
-    """Open prepared token files as one."""
-    return ConcatTokenFile([TokenFile(path, tokenizer, prepared=True) for path in paths])
-
-
-def _open_prepared(
-    config: Config, paths: list[str], tokenizer: Tokenizer, cache: Path, with_test: bool
+def _prepare_numbers(
+    config: Config,
+    found: list[list[Path]],
+    cache: Path,
+    with_test: bool,
+    tokenizer: Tokenizer | None,
 ) -> Corpus:
-    """Open and split token files that were prepared ahead."""
+    """Open token numbers and split them: the tail validates, what to test on lies before it."""
     settings = config.data
     if settings.split == "documents":
         raise ConfigError(
-            "data.split: token files do not say where documents begin; leave it out, or name what "
-            "to hold out in data.validation_path"
+            "data.split: token numbers do not say where documents begin; leave it out, or name "
+            "what to hold out in data.validation_path"
         )
+    tokenizer = tokenizer or _get_number_tokenizer(config, found[0][0])
+    groups = found if settings.weights else [list(chain.from_iterable(found))]
     training: list[TokenFile] = []
     validation: list[TokenFile] = []
     test: list[TokenFile] = []
-    for group in _group_paths(settings, paths):
-        whole = _open_token_files(find_token_files(group) or [], tokenizer)
+    for group in groups:
+        whole = _open_numbers(group, tokenizer, cache)
         share = _get_held_out_share(settings, whole.text_bytes)
-        first, tail, middle = whole.split(share, settings.test or 0.0)
-        training.append(first)
+        stretches = sources.locate_splits(len(whole), share, settings.test or 0.0)
+        training.append(whole.cut(*stretches["training"]))
         if settings.validation_path is None:
-            validation.append(tail)
+            validation.append(whole.cut(*stretches["validation"]))
         if with_test and settings.test is not None:
-            test.append(middle)
+            test.append(whole.cut(*stretches["test"]))
     if settings.validation_path is not None:
         validation = [_prepare_whole(settings.validation_path, settings, tokenizer, cache)]
     digests = "".join(file.path.name for file in training + validation)
     content = hashlib.sha256(digests.encode()).hexdigest()
     return Corpus(_name_corpus(settings), tokenizer, training, validation, test, content)
+
+
+def _open_numbers(paths: list[Path], tokenizer: Tokenizer, cache: Path) -> TokenFile:
+    """Open the token file of files of numbers in the cache; copy them if it is missing."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with files.open_regular(path) as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
+    target = _name_token_file(digest.hexdigest(), tokenizer, cache)
+    with suppress(DataError):
+        return TokenFile(target, tokenizer)
+    total = sum(path.stat().st_size for path in paths)
+    with show_byte_progress("copying the tokens", total) as advance:
+        encoded = ({"": part} for part in numbers.read_numbers(paths, tokenizer, advance))
+        token_file.write_token_files({"": target}, encoded, tokenizer)
+    return TokenFile(target, tokenizer)
 
 
 def _group_paths(settings: DataConfig, paths: list[str]) -> list[list[str]]:
@@ -382,10 +308,7 @@ def _prepare_whole(
     """Prepare all that the paths name as one text."""
     found = find_number_files(paths)
     if found is not None:
-        paths = _copy_numbers(found, tokenizer, cache)
-    token_files = find_token_files(paths)
-    if token_files is not None:
-        return _open_token_files(token_files, tokenizer)
+        return _open_numbers(list(chain.from_iterable(found)), tokenizer, cache)
     return _get_token_file(sources.find_source(paths, settings), tokenizer, cache)
 
 
@@ -531,50 +454,50 @@ def _report_progress(texts: Iterator[str], advance: Callable[[int], object]) -> 
 
 
 def _get_token_file(source: Source, tokenizer: Tokenizer, cache: Path) -> TokenFile:
-    """Open the token file of a text in the cache; write it if it is missing or damaged."""
-    path = _name_token_file(source, tokenizer, cache)
-    with suppress(FileNotFoundError, DataError):  # not there yet, or damaged
-        return TokenFile(path, tokenizer)
-    # Windows replaces no file that is open, and as long as the error lives, so does the TokenFile.
-    _write_token_file(source, tokenizer, path)
-    return TokenFile(path, tokenizer)
+    """Open the token file of a whole text in the cache; write it if it is missing or damaged."""
 
+    def iter_chunks(_: object) -> Iterator[tuple[str, TextChunk]]:
+        return (("", chunk) for chunk in source.iter_checked_chunks())
 
-def _write_token_file(
-    source: Source, tokenizer: Tokenizer, path: Path, prepared: bool = False
-) -> None:
-    """Encode all of a text into a token file."""
-    output = TokenOutput(path, source.digest)
-    chunks = source.iter_checked_chunks()
-    with show_byte_progress("preparing the tokens", source.bytes) as advance:
-        token_file.write_token_file(output, chunks, tokenizer, advance, prepared)
+    path = _name_token_file(source.digest, tokenizer, cache)
+    return _get_token_files({"": path}, iter_chunks, source.bytes, tokenizer)[""]
 
 
 def _get_side_files(
     split: SourceSplit, sides: list[Side], tokenizer: Tokenizer, cache: Path
 ) -> dict[Side, TokenFile]:
-    """Open the token files of some sides in the cache; write those that are missing or damaged.
+    """Open the token files of some sides in the cache; write those that are missing or damaged."""
+    paths = {
+        side: _name_token_file(SourceSide(split, side).digest, tokenizer, cache) for side in sides
+    }
+    return _get_token_files(paths, split.iter_checked_chunks, split.source.bytes, tokenizer)
 
-    However many that are, the text is encoded in one pass.
+
+def _get_token_files(
+    paths: Mapping[Label, Path],
+    iter_chunks: Callable[[Collection[Label]], Iterator[tuple[Label, TextChunk]]],
+    size: int,
+    tokenizer: Tokenizer,
+) -> dict[Label, TokenFile]:
+    """Open token files; write those that are missing or damaged.
+
+    However many that are, the text, of `size` bytes, is encoded in one pass.
     """
-    opened: dict[Side, TokenFile] = {}
-    missing: dict[Side, TokenOutput] = {}
-    for side in sides:
-        text = SourceSide(split, side)
-        path = _name_token_file(text, tokenizer, cache)
+    opened: dict[Label, TokenFile] = {}
+    missing: dict[Label, Path] = {}
+    for label, path in paths.items():
         try:
-            opened[side] = TokenFile(path, tokenizer)
-        except (FileNotFoundError, DataError):  # not there yet, or damaged
-            missing[side] = TokenOutput(path, text.digest)
+            opened[label] = TokenFile(path, tokenizer)
+        except DataError:
+            missing[label] = path
     if missing:
-        with show_byte_progress("preparing the tokens", split.source.bytes) as advance:
-            labeled_chunks = split.iter_checked_chunks(missing)
-            token_file.write_token_files(missing, labeled_chunks, tokenizer, advance)
-        for side, output in missing.items():
-            opened[side] = TokenFile(output.path, tokenizer)
+        with show_byte_progress("preparing the tokens", size) as advance:
+            encoded = token_file.encode_chunks(iter_chunks(missing), tokenizer, advance)
+            token_file.write_token_files(missing, encoded, tokenizer)
+        opened |= {label: TokenFile(path, tokenizer) for label, path in missing.items()}
     return opened
 
 
-def _name_token_file(text: TextSource, tokenizer: Tokenizer, cache: Path) -> Path:
+def _name_token_file(digest: str, tokenizer: Tokenizer, cache: Path) -> Path:
     """Name the token file of a text after what decides its tokens."""
-    return cache / f"{text.digest[:20]}-{tokenizer.chat_fingerprint[:20]}.tokens"
+    return cache / f"{digest[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"

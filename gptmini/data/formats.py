@@ -50,6 +50,7 @@ SIGNATURES = {
     codecs.BOM_UTF32_BE: ("UTF-32", "convert it to UTF-8"),
     codecs.BOM_UTF16_LE: ("UTF-16", "convert it to UTF-8"),
     codecs.BOM_UTF16_BE: ("UTF-16", "convert it to UTF-8"),
+    b"gptmini\n": ("tokens of an earlier version", "name the text that they were made from"),
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
     b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", SAVE_REMEDY),

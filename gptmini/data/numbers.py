@@ -4,15 +4,14 @@ Their numbers are copied into a token file. Those of nanoGPT have no header: the
 all of them, read so, are tokens of the tokenizer, else 16.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gptmini import files
-from gptmini.console import show_byte_progress
-from gptmini.data.token_file import TokenOutput, TokenWriter
+from gptmini.data.token_file import Encoded
 from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -31,29 +30,27 @@ def holds_numbers(path: Path) -> bool:
         return not file.read(4).startswith(PICKLES_AND_ARCHIVES)
 
 
-def write_numbers(paths: Sequence[Path], tokenizer: Tokenizer, output: TokenOutput) -> None:
-    """Write the numbers of some files into one token file; DataError for one that is no token."""
+def read_numbers(
+    paths: Sequence[Path], tokenizer: Tokenizer, advance: Callable[[int], object]
+) -> Iterator[Encoded]:
+    """Read the numbers of some files in stretches; DataError for one that is no token.
+
+    `advance` gets the bytes of the files as they are read.
+    """
     byte_lengths = tokenizer.compute_byte_lengths()  # (V,)
-    total = sum(path.stat().st_size for path in paths)
-    with (
-        files.atomic_write(output.path) as file,
-        show_byte_progress("copying the tokens", total) as advance,
-    ):
-        writer = TokenWriter(file, output.digest, tokenizer)
-        for path in paths:
-            for start, part in _read(path, tokenizer.vocab_size):
-                wrong = part >= tokenizer.vocab_size
-                if wrong.any():
-                    at = int(wrong.argmax())
-                    raise DataError(
-                        f"{path}: {part[at]} at number {start + at:,} is not one of the "
-                        f"{tokenizer.vocab_size:,} tokens of {tokenizer.kind}; name the tokenizer "
-                        f"that made them with --set tokenizer.kind=NAME"
-                    )
-                tokens = part.astype(np.uint32)
-                writer.append(int(byte_lengths[tokens].sum()), tokens)
-                advance(part.nbytes)
-        writer.finish(prepared=True)
+    for path in paths:
+        for start, part in _read(path, tokenizer.vocab_size):
+            wrong = part >= tokenizer.vocab_size
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise DataError(
+                    f"{path}: {part[at]} at number {start + at:,} is not one of the "
+                    f"{tokenizer.vocab_size:,} tokens of {tokenizer.kind}; name the tokenizer "
+                    f"that made them with --set tokenizer.kind=NAME"
+                )
+            tokens = part.astype(np.uint32)
+            yield int(byte_lengths[tokens].sum()), tokens
+            advance(part.nbytes)
 
 
 def _read(path: Path, vocab_size: int) -> Iterator[tuple[int, "np.ndarray[Any, np.dtype[Any]]"]]:
@@ -61,12 +58,12 @@ def _read(path: Path, vocab_size: int) -> Iterator[tuple[int, "np.ndarray[Any, n
     try:
         dtype, offset = _find_type(path, vocab_size)
         numbers = np.memmap(path, dtype, "r", offset)
-        for start in range(0, len(numbers), NUMBERS_AT_ONCE):
-            yield start, numbers[start : start + NUMBERS_AT_ONCE]
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: {describe_os_error(error)}; write numbers as nanoGPT or llm.c do"
         ) from None
+    for start in range(0, len(numbers), NUMBERS_AT_ONCE):
+        yield start, numbers[start : start + NUMBERS_AT_ONCE]
 
 
 def _find_type(path: Path, vocab_size: int) -> tuple[np.dtype[Any], int]:

@@ -179,7 +179,7 @@ class SourceSplit:
         The text is cut between words where that is possible, a conversation before it begins.
         """
         size = self.source.text_bytes
-        located = self.locate_stretches(size)
+        located = locate_splits(size, self.validation, self.test)
         stretches = {side: stretch for side, stretch in located.items() if side in sides}
         last_end = max(end for _, end in stretches.values())
         reach = min(4096, size // 100)  # a short text is not cut far from the requested place
@@ -201,18 +201,6 @@ class SourceSplit:
                     place = chunk.place.after(text[:first])
                     yield side, TextChunk(text[first:last], starts_document, place=place)
             at += length
-
-    def locate_stretches(self, size: int) -> dict[Side, tuple[int, int]]:
-        """Return where each side begins and ends in a text of `size` bytes, in their order."""
-        n_test = max(1, round(size * self.test)) if self.test else 0
-        n_validation = max(1, round(size * self.validation)) if self.validation else 0
-        validation_start = size - n_validation
-        test_start = validation_start - n_test
-        return {
-            "training": (0, test_start),
-            "test": (test_start, validation_start),
-            "validation": (validation_start, size),
-        }
 
     def _iter_documents(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
         """Yield the documents of some sides, in the order of the text."""
@@ -262,7 +250,9 @@ class SourceSide:
     @property
     def text_bytes(self) -> int:
         """About the size of this side's text in UTF-8."""
-        begin, end = self.split.locate_stretches(self.split.source.text_bytes)[self.side]
+        split = self.split
+        located = locate_splits(split.source.text_bytes, split.validation, split.test)
+        begin, end = located[self.side]
         return end - begin
 
     @property
@@ -275,6 +265,19 @@ class SourceSide:
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield this side of the text, as Source.iter_chunks does for all of it."""
         return (chunk for _, chunk in self.split.iter_chunks([self.side]))
+
+
+def locate_splits(size: int, validation: float, test: float) -> dict[Side, tuple[int, int]]:
+    """Return where each side begins and ends in `size` bytes or tokens, in their order."""
+    n_test = max(1, round(size * test)) if test else 0
+    n_validation = max(1, round(size * validation)) if validation else 0
+    validation_start = size - n_validation
+    test_start = validation_start - n_test
+    return {
+        "training": (0, test_start),
+        "test": (test_start, validation_start),
+        "validation": (validation_start, size),
+    }
 
 
 def _check_not_blank(chunks: Iterator[TextChunk], problem: str) -> Iterator[TextChunk]:

@@ -127,11 +127,9 @@ def _measure_run(
 def _identify_text(file: TokenFile) -> str:
     """Return a name for the text of a token file, whatever its tokenizer.
 
-    A file of the cache is named after its text, then its tokenizer. The name of prepared tokens
-    ends in the span held out of them.
+    The file is named after its text, then its tokenizer.
     """
-    name = file.path.stem
-    return name if file.prepared else name.split("-")[0]
+    return file.path.stem.split("-")[0]
 
 
 def _time_decoding(variants: list[Variant], engines: list[Engine]) -> None:

@@ -12,13 +12,7 @@ from weakref import WeakKeyDictionary
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, say, show_elapsed
-from gptmini.data.corpus import (
-    find_number_files,
-    find_token_files,
-    find_training_text,
-    open_cache,
-    prepare_corpus,
-)
+from gptmini.data.corpus import find_number_files, find_training_text, open_cache, prepare_corpus
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, search
 from gptmini.extras.sources.index import (
@@ -75,7 +69,7 @@ def load_index(
             f"{run}: was trained on standard input, which is gone; train on a file to find sources"
         )
     with open_cache(config.data, cache) as paths:
-        if find_token_files(paths) is None and find_number_files(paths) is None:
+        if find_number_files(paths) is None:
             text = find_training_text(config.data, paths)
             found = text.content
             size = sum(side.text_bytes for side in text.training)

@@ -181,7 +181,7 @@ def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: 
     monkeypatch.setattr(loop, "train_step", cut)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 3
-    assert ".tokens: truncated while in use (" in err
+    assert ".bin: truncated while in use; " in err
     monkeypatch.setattr(loop, "train_step", update)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err

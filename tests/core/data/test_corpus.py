@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.data import corpus as corpora
-from gptmini.data import formats, sources, token_file
+from gptmini.data import formats, sources
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
@@ -157,11 +157,11 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
     corpus = corpora.prepare_corpus(config, cache, with_test=True)
     assert read == [path] * 2
     whole = {file: file.read_bytes() for file in cache.iterdir()}
-    assert len(whole) == 4  # with one that says whether there are conversations
+    assert len(whole) == 7  # with one that says whether there are conversations
 
     damaged = corpus.validation[0].path
     damaged.write_bytes(b"")
-    others = {file: file.stat().st_mtime_ns for file in whole if file != damaged}
+    others = {file: file.stat().st_mtime_ns for file in whole if file.stem != damaged.stem}
     corpora.prepare_corpus(config, cache, with_test=True)
     assert {file: file.read_bytes() for file in cache.iterdir()} == whole
     assert {file: file.stat().st_mtime_ns for file in others} == others
@@ -336,7 +336,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_complete(
                 raise Killed
         os.replace(file.name, path)
 
-    for moment in (1, 2, 3):
+    for moment in range(1, 7):
         calls = 0
         cache = tmp_path / f"cache{moment}"
         with monkeypatch.context() as patch:
@@ -390,18 +390,18 @@ def test_token_files_are_the_same_on_any_number_of_cores(
         corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
         whole.append(corpus.training[0].path.read_bytes())
     assert whole[0] == whole[1] == whole[2]
-    assert len(whole[0]) > token_file.HEADER.size
+    assert len(whole[0]) > 100
 
 
 def test_leftovers_of_killed_processes_are_deleted_after_a_day(text_file: Path, tmp_path: Path):
     cache = tmp_path / "cache"
     (cache / ".tmp-1" / "standard input").mkdir(parents=True)
-    for name in (".tmp-2-x.tokens", ".tmp-3-x.tokens"):
+    for name in (".tmp-2-x.bin", ".tmp-3-x.bin"):
         (cache / name).write_bytes(b"x")
-    for name in (".tmp-1", ".tmp-2-x.tokens"):
+    for name in (".tmp-1", ".tmp-2-x.bin"):
         os.utime(cache / name, (0, 0))
     prepared(text_file, cache)
-    assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.tokens"]
+    assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.bin"]
 
 
 @settings(

@@ -133,6 +133,7 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("a.txt", "text".encode("utf-16"), "a.txt: UTF-16, not plain text; convert it to UTF-8"),
         ("a.txt", "text".encode("utf-32"), "a.txt: UTF-32, not plain text; convert it to UTF-8"),
         ("a.txt", "text".encode("utf-16-le"), "a.txt: binary data, not plain text; choose"),
+        ("a.tokens", b"gptmini\n\3\0", "a.tokens: tokens of an earlier version, .*name the text"),
         ("a.txt", b"x" * 9999 + b"\0", "NUL bytes, so it is not text"),
         ("a.png", b"\x89PNG\r\n", "a.png: a PNG picture, not plain text; choose a text file"),
         ("a.gz", gzip.compress(b"\0", mtime=0), "a.gz: binary data"),

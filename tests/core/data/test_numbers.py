@@ -26,8 +26,8 @@ def write(path: Path, numbers: list[int] = NUMBERS) -> Path:
     return path
 
 
-def prepared(path: Path, kind: str = "byte", **data: Any) -> Corpus:
-    settings = {"path": str(path), "validation": 0.1, **data}
+def prepared(path: Path, /, kind: str = "byte", **data: Any) -> Corpus:
+    settings = {"path": str(path), "validation": 0.1} | data
     config = tiny(data=settings, tokenizer={"kind": kind})
     return corpus.prepare_corpus(config, path.parent / "cache")
 
@@ -66,7 +66,38 @@ def test_the_tokenizer_that_made_them_is_named(tmp_path):
         prepared(path, "byte")
 
 
+def test_the_tail_of_all_files_is_held_out(tmp_path):
+    paths = [write(tmp_path / "a.bin"), write(tmp_path / "b.bin", NUMBERS[::-1])]
+    whole = [*NUMBERS, *NUMBERS[::-1]]
+    config = tiny(
+        data={"path": f"{tmp_path}/*.bin", "validation": 0.3, "test": 0.05},
+        tokenizer={"kind": "byte"},
+    )
+    found = corpus.prepare_corpus(config, tmp_path / "cache", with_test=True)
+    parts = [read(*found.training), read(*found.test), read(*found.validation)]
+    assert parts == [whole[:3120], whole[3120:3360], whole[3360:]]
+    apart = prepared(paths[0], path=[str(path) for path in paths], weights=[1, 3])
+    assert [read(text)[:3] for text in apart.training] == [[0, 1, 2], [39, 38, 37]]
+    assert len(apart.validation) == 2
+
+
+def test_a_cached_copy_is_checked_and_made_again(tmp_path):
+    path = write(tmp_path / "a.bin")
+    made = prepared(path).content
+    (copied,) = (tmp_path / "cache").glob("*.bin")
+    copied.write_bytes(b"damaged")
+    assert prepared(path).content == made
+    assert copied.stat().st_size == 2 * len(NUMBERS)
+    write(path, [*NUMBERS, 7])
+    assert prepared(path).content != made
+
+
 def test_what_holds_no_numbers_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.split: "):
+        prepared(write(tmp_path / "a.bin"), split="documents")
+    (tmp_path / "e.txt").write_text("a text")
+    with pytest.raises(DataError, match=r"e\.txt: a text beside token numbers"):
+        prepared(tmp_path / "e.txt", path=[f"{tmp_path}/a.bin", f"{tmp_path}/e.txt"])
     (tmp_path / "d.bin").write_bytes(b"abc")
     with pytest.raises(DataError, match=r"d\.bin"):
         prepared(tmp_path / "d.bin")

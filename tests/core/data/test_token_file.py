@@ -1,6 +1,6 @@
-import hashlib
+import gc
+import json
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
@@ -28,19 +28,24 @@ from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 BYTES = ByteTokenizer()
 
 
-def write(path: Path, chunks: Iterator[TextChunk], digest: str = "00" * 32) -> None:
+def write(path: Path, chunks: Iterator[TextChunk]) -> None:
     """Write the bytes of a text as a token file."""
-    output = token_files.TokenOutput(path, digest)
-    token_files.write_token_file(output, chunks, BYTES, lambda count: None)
+    write_together({"": path}, (("", chunk) for chunk in chunks))
+
+
+def write_together(paths: dict[str, Path], labeled: Iterator[tuple[str, TextChunk]]) -> int:
+    """Write several token files; returns the bytes of text that progress was told of."""
+    told: list[int] = []
+    encoded = token_files.encode_chunks(labeled, BYTES, told.append)
+    token_files.write_token_files(paths, encoded, BYTES)
+    return sum(told)
 
 
 @pytest.fixture
-def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
-    """The tokens of the small text, hashed in small blocks."""
-    monkeypatch.setattr(token_files, "HASH_BLOCK_BYTES", 512)
-    path = tmp_path / "a.tokens"
-    source = sources.find_source([str(text_file)], DataConfig())
-    write(path, source.iter_chunks(), source.digest)
+def token_file(text_file: Path, tmp_path: Path) -> Path:
+    """The tokens of the small text."""
+    path = tmp_path / "a.bin"
+    write(path, sources.find_source([str(text_file)], DataConfig()).iter_chunks())
     return path
 
 
@@ -55,7 +60,7 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
 
 def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", 4)  # several batches
-    path = tmp_path / "a.tokens"
+    path = tmp_path / "a.bin"
     texts = [("one", True), (" and more", False), ("two", True), ("", True)]
     pieces = (TextChunk(*each) for each in texts)
     write(path, pieces)
@@ -65,7 +70,7 @@ def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_the_first_document_of_a_file_has_no_text_before_it(tmp_path: Path):
     files = []
     for count in (1, 3, 0):
-        path = tmp_path / f"{count}.tokens"
+        path = tmp_path / f"{count}.bin"
         write(path, iter([TextChunk("text", True)] * count))
         files.append(TokenFile(path, BYTES))
     inner = [file.read(0, len(file)).tolist()[1:].count(256) for file in files]
@@ -79,19 +84,14 @@ def test_several_files_are_written_in_one_pass(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", 4)  # several batches
     texts = [("a", "one", True), ("b", "two", True), ("a", " more", False), ("c", "é", True)]
     labeled = ((label, TextChunk(text, starts)) for label, text, starts in texts)
-    outputs = {
-        label: token_files.TokenOutput(tmp_path / f"{label}.tokens", f"{number:064x}")
-        for number, label in enumerate("abcd")
-    }
-    encoded: list[int] = []
-    token_files.write_token_files(outputs, labeled, BYTES, encoded.append)
-    assert sum(encoded) == len("onetwo more") + 2
+    paths = {label: tmp_path / f"{label}.bin" for label in "abcd"}
+    assert write_together(paths, labeled) == len("onetwo more") + 2
     for label, text in {"a": "one more", "b": "two", "c": "é"}.items():
-        tokens = TokenFile(tmp_path / f"{label}.tokens", BYTES)
+        tokens = TokenFile(paths[label], BYTES)
         assert tokens.read(0, len(tokens)).tolist() == [256, *text.encode()]
         assert tokens.text_bytes == len(text.encode())
         assert tokens.documents == 1
-    assert len(TokenFile(tmp_path / "d.tokens", BYTES)) == 0
+    assert len(TokenFile(paths["d"], BYTES)) == 0
 
 
 def test_of_several_files_none_appears_if_one_fails(tmp_path: Path):
@@ -99,98 +99,70 @@ def test_of_several_files_none_appears_if_one_fails(tmp_path: Path):
         yield "a", chunk
         raise DataError("changed")
 
-    outputs = {label: token_files.TokenOutput(tmp_path / label, "00" * 32) for label in "ab"}
+    paths = {label: tmp_path / label for label in "ab"}
     with pytest.raises(DataError, match="changed"):
-        token_files.write_token_files(
-            outputs, fail_after(TextChunk("one", True)), BYTES, lambda count: None
-        )
+        write_together(paths, fail_after(TextChunk("one", True)))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("at_once", [0, 1 << 30])
-def test_every_flipped_bit_and_every_truncation_is_detected(token_file: Path, monkeypatch, at_once):
-    """Small files are checked at once, large ones where they are read."""
-    monkeypatch.setattr(token_files, "CHECK_ON_OPEN_MAX_BYTES", at_once)
-    whole = token_file.read_bytes()
-    damages = [whole[:cut] for cut in range(0, len(whole), 97)] + [whole + b"x"]
-    for byte in range(0, len(whole), 41):
-        flipped = bytearray(whole)
-        flipped[byte] ^= 1 << byte % 8
-        damages.append(bytes(flipped))
-    harmless = range(56, 88)  # the SHA-256 of the content, which only names the file
-    for damage in damages:
-        token_file.write_bytes(damage)
-        if len(damage) == len(whole) and damage[harmless.start] != whole[harmless.start]:
-            continue
-        changed = [at for at, (a, b) in enumerate(zip(damage, whole, strict=False)) if a != b]
-        if changed and changed[0] in harmless:
-            continue
-        with pytest.raises(DataError, match=str(token_file)):
-            tokens = TokenFile(token_file, BYTES)
-            assert at_once == 0
-            tokens.read(0, len(tokens))
-    token_file.write_bytes(whole)
-    tokens = TokenFile(token_file, BYTES)
-    tokens.read(0, len(tokens))
-
-
-def test_a_large_file_is_checked_where_it_is_read(token_file: Path, monkeypatch):
-    monkeypatch.setattr(token_files, "CHECK_ON_OPEN_MAX_BYTES", 0)
-    with token_file.open("r+b") as file:
-        file.seek(token_files.HEADER.size + 1024)
-        file.write(b"\7")
-    tokens = TokenFile(token_file, BYTES)
-    assert len(tokens.read(0, 512)) == 512  # two blocks before the damage
-    assert len(tokens.read(768, 100)) == 100
-    with pytest.raises(DataError, match="damaged after byte 1024 of its tokens; delete it"):
-        tokens.read(500, 20)
+def test_every_flipped_bit_and_every_truncation_is_detected(token_file: Path):
+    for path in (token_file, token_file.with_suffix(".json")):
+        whole = path.read_bytes()
+        damages = [whole[:cut] for cut in range(0, len(whole), 97)] + [whole + b"x"]
+        for byte in range(0, len(whole), 41 if path == token_file else 1):
+            flipped = bytearray(whole)
+            flipped[byte] ^= 1 << byte % 8
+            damages.append(bytes(flipped))
+        for damage in damages:
+            path.write_bytes(damage)
+            with pytest.raises(DataError, match=f"{token_file}: "):
+                TokenFile(token_file, BYTES)
+        path.write_bytes(whole)
+    assert len(TokenFile(token_file, BYTES)) > 0
 
 
 def test_a_file_truncated_while_in_use_is_reported(token_file: Path):
     tokens = TokenFile(token_file, BYTES)
-    os.truncate(token_file, token_files.HEADER.size + 20)
-    assert len(tokens.read(0, 10)) == 10
-    with pytest.raises(DataError, match=r"truncated while in use \(10 of 20 bytes at byte"):
-        tokens.read(5, 10)
+    os.truncate(token_file, 2 * 20)
+    assert len(tokens.read(0, 20)) == 20
+    with pytest.raises(DataError, match=r"a.bin: truncated while in use"):
+        tokens.read(15, 10)
 
 
-def test_another_tokenizer_or_kind_of_file_is_refused(token_file: Path, tmp_path: Path):
-    with pytest.raises(DataError, match="another tokenizer"):
+def test_another_tokenizer_or_version_is_refused(token_file: Path, monkeypatch):
+    with pytest.raises(DataError, match="another version or tokenizer"):
         TokenFile(token_file, CharTokenizer("é"))
-    (tmp_path / "other").write_bytes(b"x" * 200)
-    with pytest.raises(DataError, match="not a gptmini token file"):
-        TokenFile(tmp_path / "other", BYTES)
-    whole = token_file.read_bytes()
-    token_file.write_bytes(whole[:8] + struct.pack("<I", 1) + whole[12:])
-    with pytest.raises(DataError, match="version 1"):
+    monkeypatch.setattr(token_files, "VERSION", token_files.VERSION + 1)
+    with pytest.raises(DataError, match="another version or tokenizer"):
         TokenFile(token_file, BYTES)
 
 
-def test_a_token_outside_the_vocabulary_is_reported(token_file: Path):
-    tokens = TokenFile(token_file, BYTES)
-    tokens.vocab_size = 122  # as if y and z were none
-    place = token_file.read_bytes()[token_files.HEADER.size :: 2].index(b"z")
-    with pytest.raises(DataError, match=f"token {place} is 122, not below 122"):
-        tokens.read(place - 1, 3)
+def test_a_stretch_has_its_share_of_bytes_and_documents(tmp_path: Path):
+    path = tmp_path / "text-tokenizer.bin"
+    write(path, iter([TextChunk("text", True)] * 10))
+    whole = TokenFile(path, BYTES)
+    part = whole.cut(10, 40)
+    del whole
+    gc.collect()
+    assert part.read(0, len(part)).tolist() == [256, *b"text"] * 6
+    assert part.read(5, 2).tolist() == [256, ord("t")]
+    assert (part.text_bytes, part.documents) == (24, 6)
+    assert part.cut(5, 10).read(0, 5).tolist() == [256, *b"text"]
+    assert part.path.name == "text+10+40-tokenizer.bin"
 
 
 def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
     """The end of a sparse file of five billion tokens."""
-    monkeypatch.setattr(token_files, "HASH_BLOCK_BYTES", 1 << 33)
-    monkeypatch.setattr(token_files, "CHECK_ON_OPEN_MAX_BYTES", 0)
+    monkeypatch.setattr(TokenFile, "_hash", lambda *_: "")
     count = 5_000_000_000
-    path = tmp_path / "large.tokens"
-    table = bytes(64)
-    root = hashlib.sha256(table).digest()
-    print_ = bytes.fromhex(BYTES.fingerprint)
-    sizes = (token_files.VERSION, 2, count, count, 1)
-    header = token_files.HEADER.pack(token_files.MAGIC, *sizes, print_, bytes(32), root)
+    path = tmp_path / "large.bin"
+    described = {"version": token_files.VERSION, "tokenizer": BYTES.fingerprint, "sha256": ""}
+    counts = {"tokens": count, "text_bytes": count, "documents": 1, "has_ignored": False}
+    path.with_suffix(".json").write_text(json.dumps(described | counts))
     with path.open("wb") as file:
-        file.write(header)
-        file.seek(token_files.HEADER.size + 2 * count - 6)
-        file.write(np.array([7, 8, 9], "<u2").tobytes() + table)
+        file.seek(2 * count - 6)
+        file.write(np.array([7, 8, 9], "<u2").tobytes())
     tokens = TokenFile(path, BYTES)
-    tokens._unchecked.clear()
     assert len(tokens) == count
     assert tokens.read(count - 4, 4).tolist() == [0, 7, 8, 9]
 
@@ -202,25 +174,6 @@ def test_token_types_hold_the_largest_token(vocab_size, size):
     dtype = token_files.get_token_dtype(tokenizer)
     assert dtype.itemsize == size
     assert dtype.type(vocab_size - 1) == vocab_size - 1
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
-@given(
-    texts=st.lists(st.text("ab", min_size=1, max_size=40), min_size=1),
-    block=st.integers(1, 40),
-    batch=st.integers(1, 60),
-)
-def test_the_blocks_of_a_file_do_not_depend_on_how_its_text_comes(tmp_path, texts, block, batch):
-    path = tmp_path / "a.tokens"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_files, "HASH_BLOCK_BYTES", block)
-        patch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", batch)
-        write(path, (TextChunk(text, number == 0) for number, text in enumerate(texts)))
-    tokens = b"".join(bytes([byte, 0]) for byte in "".join(texts).encode())
-    tokens = b"\0\1" + tokens  # after the document token, 256
-    blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
-    table = b"".join(hashlib.sha256(each).digest() for each in blocks)
-    assert path.read_bytes()[token_files.HEADER.size :] == tokens + table
 
 
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), total=st.integers(40, 5000))

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from gptmini.config.load import validate
-from gptmini.config.settings import Config, DataConfig, TokenizerConfig
+from gptmini.config.settings import Config, DataConfig
 from gptmini.data.chats import IGNORED
-from gptmini.data.corpus import prepare_text, prepare_token_file
+from gptmini.data.corpus import prepare_text
 from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
@@ -170,28 +170,6 @@ def test_a_test_part_is_kept(base, chats, tmp_path):
     ]  # type: ignore[arg-type]
     assert all(part.tokens.sum() > 50 for part in parts)
     assert parts[0].loss != parts[1].loss
-
-
-def test_prepared_files_remember_what_is_learned(base, chats, tmp_path):
-    lines = chats.read_text().splitlines()
-    folder = tmp_path / "chats"
-    folder.mkdir()
-    for number in range(3):
-        part = "\n".join(lines[20 * number : 20 * number + 20])
-        (folder / f"{number}.jsonl").write_text(part)
-    tokenizer = TokenizerConfig(kind=str(base.path / "tokenizer.json"))
-    paths = []
-    for number in range(3):
-        data = DataConfig(path=[str(folder / f"{number}.jsonl")])
-        path = tmp_path / "tokens" / f"{number}.tokens"
-        prepare_token_file(Config(data=data, tokenizer=tokenizer), path, tmp_path / "cache")
-        paths.append(str(path))
-    parts = prepare_text(DataConfig(path=paths), base.tokenizer, tmp_path / "cache")
-    whole = prepare_text(DataConfig(path=[str(chats)]), base.tokenizer, tmp_path / "cache")
-    assert parts.has_ignored
-    assert np.array_equal(parts.read_marked(0, len(parts)), whole.read_marked(0, len(whole)))
-    assert int(parts.read(0, len(parts)).max()) < base.tokenizer.vocab_size
-    train(make_config(base, tmp_path / "tokens"), tmp_path / "run", tmp_path / "cache")
 
 
 def test_a_text_counts_whole_beside_conversations(base, chats, tmp_path):

@@ -114,7 +114,7 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
 def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
     cache = new_cache(tmp_path)
     train(tiny(data={"path": str(text_file), "test": 0.2}), tmp_path / "run", cache)
-    files = set(cache.glob("*.tokens"))
+    files = set(cache.glob("*.bin"))
     assert len(files) == 2
     run = load_run(tmp_path / "run", "cpu", "float32", cache)
     (text,) = load_held_out(run, cache, "test")

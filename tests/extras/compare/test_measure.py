@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
-from gptmini.data.corpus import prepare_token_file
 from gptmini.extras.compare import measure
 from gptmini.extras.compare.variants import list_warnings, to_json
 from gptmini.runs.directory import RunDirectory
@@ -70,12 +70,13 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     assert fourth.runs[0].loss != third.runs[0].loss
 
 
-def test_other_shares_of_prepared_tokens_are_other_texts(text_file, tmp_path):
-    cache, tokens = new_cache(tmp_path), tmp_path / "my.tokens"
-    prepare_token_file(tiny(data={"path": str(text_file)}), tokens, cache)
+def test_other_shares_of_token_numbers_are_other_texts(text_file, tmp_path):
+    cache, tokens = new_cache(tmp_path), tmp_path / "my.bin"
+    np.frombuffer(text_file.read_bytes(), np.uint8).astype(np.uint16).tofile(tokens)
     runs = {}
     for share in (0.1, 0.2):
-        config = tiny(data={"path": str(tokens), "validation": share})
+        data = {"path": str(tokens), "validation": share}
+        config = tiny(data=data, tokenizer={"kind": "byte"})
         train(config, tmp_path / str(share), cache)
         runs[str(share)] = [tmp_path / str(share)]
     variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")

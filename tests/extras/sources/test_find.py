@@ -131,7 +131,7 @@ def test_json_has_the_place_of_each_copy(monkeypatch):
     (copy,) = data["copies"]
     assert copy == {"start": 1, "end": 24, "length": 23, "file": "2.txt", "line": 3, "document": 2}
     assert (data["share"], data["longest"]) == (0.9583, 23)
-    assert find.Copy(0, 1, "a.tokens", None, 7).place == "a.tokens, document 7"
+    assert find.Copy(0, 1, "a.bin", None, 7).place == "a.bin, document 7"
 
 
 def test_a_rule_of_dashes_is_no_copy():

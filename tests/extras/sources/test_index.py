@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from gptmini.data.corpus import prepare_corpus, prepare_token_file
+from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import DataError
 from gptmini.extras.sources import index as indexes
 from gptmini.extras.sources import training_text
@@ -108,23 +110,24 @@ def test_only_what_was_trained_on_is_in_it():
     assert places(both, SEA + HILL) == ["b.txt:1 #1 47", f"c.txt:1 #2 {len(HILL)}"]
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_token_files_have_documents_but_no_lines(kind):
-    Path("a.txt").write_text(f"{HILL}\n\nnext\n{SEA}\n\n{FILLER}{FILLER}")
-    config = tiny(data={"path": "a.txt", "separator": "\n\n"}, tokenizer={"kind": kind})
-    prepare_token_file(config, Path("a.tokens"), Path("cache"))
-    index = open_of("a.tokens", "auto")
-    assert places(index, SEA) == ["a.tokens, document 2 #2 47"]
-    assert places(index, f"{HILL}next") == [f"a.tokens, document 1 #1 {len(HILL)}"]
+def write_numbers(*documents: str) -> None:
+    """Write documents as the numbers of their bytes, each behind an end-of-text token."""
+    numbers = [[256, *text.encode()] for text in documents]
+    np.array([*chain.from_iterable(numbers)], np.uint16).tofile("a.bin")
 
 
-def test_token_files_are_read_in_blocks(monkeypatch):
-    Path("a.txt").write_text(f"{SEA}\n{HILL}\n\n{FILLER}{FILLER}")
-    config = tiny(data={"path": "a.txt", "separator": "\n\n"})
-    prepare_token_file(config, Path("a.tokens"), Path("cache"))
+def test_token_numbers_have_documents_but_no_lines():
+    write_numbers(HILL, f"next\n{SEA}", FILLER + FILLER)
+    index = open_of("a.bin")
+    assert places(index, SEA) == ["a.bin, document 2 #2 47"]
+    assert places(index, f"{HILL}next") == [f"a.bin, document 1 #1 {len(HILL)}"]
+
+
+def test_tokens_are_read_in_blocks(monkeypatch):
+    write_numbers(f"{SEA}\n{HILL}", FILLER + FILLER)
     monkeypatch.setattr(indexes, "TOKENS_AT_ONCE", 7)
-    index = open_of("a.tokens", "auto")
-    assert places(index, f"{SEA}\n{HILL}") == [f"a.tokens, document 1 #1 {48 + len(HILL)}"]
+    index = open_of("a.bin")
+    assert places(index, f"{SEA}\n{HILL}") == [f"a.bin, document 1 #1 {48 + len(HILL)}"]
     assert index.locate(len(f"{SEA}\n{HILL}".encode()) + 9)[2] == 2
 
 
