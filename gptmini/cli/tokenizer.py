@@ -32,7 +32,8 @@ def train(
     """Learn a byte-pair encoding from texts."""
     from gptmini import console, files
     from gptmini.config import load
-    from gptmini.data import corpus, sources
+    from gptmini.data import corpus
+    from gptmini.data.text import find_text, spool_stdin
 
     if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
@@ -46,9 +47,9 @@ def train(
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),
         ],
     )
-    with sources.spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
-        source = sources.find_source(paths, config.data)
-        learned = corpus.learn_tokenizer("bpe", vocab_size, [source], source.has_conversations)
+    with spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
+        text = find_text(paths, config.data)
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [text], text.has_conversations)
     files.atomic_write_bytes(out, learned.to_json().encode())
     console.say(f"saved {out}: {learned.vocab_size:,} tokens")
 

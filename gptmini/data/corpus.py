@@ -1,4 +1,4 @@
-"""From a configuration to a prepared corpus: sources, tokenizer, token files, held-out text.
+"""From a configuration to a prepared corpus: texts, their splits, tokenizer, token files.
 
 The cache keeps learned vocabularies and token files under the hash of content and tokenizer, so
 nothing is prepared twice.
@@ -24,8 +24,16 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import formats, hub_dataset, numbers, sources, token_file
-from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
+from gptmini.data import formats, hub_dataset, numbers, token_file
+from gptmini.data.text import (
+    DividedText,
+    Split,
+    Text,
+    TextPart,
+    find_text,
+    locate_splits,
+    spool_stdin,
+)
 from gptmini.data.token_file import Corpus, Label, TokenFile
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
@@ -36,7 +44,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
 STALE_SECONDS = 86_400
-TextSource = Source | SourceSide
+AnyText = Text | TextPart
 
 
 def prepare_corpus(
@@ -74,7 +82,7 @@ def measure_text(settings: DataConfig) -> float:
     """Measure the bytes of a text; standard input may have any number."""
     if "-" in settings.path:
         return math.inf
-    return sources.find_source(settings.path, settings).bytes
+    return find_text(settings.path, settings).bytes
 
 
 def check_paths(paths: list[str], settings: DataConfig) -> None:
@@ -89,7 +97,7 @@ def check_paths(paths: list[str], settings: DataConfig) -> None:
         else:
             local.append(path)
     if local and find_number_files(local) is None:
-        sources.find_source(local, settings)
+        find_text(local, settings)
 
 
 def find_number_files(paths: list[str]) -> list[list[Path]] | None:
@@ -129,7 +137,7 @@ def open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _delete_stale_files(cache)
-        with sources.spool_stdin(settings.path, cache) as paths:
+        with spool_stdin(settings.path, cache) as paths:
             yield paths
     except OSError as error:
         raise MachineError(
@@ -154,7 +162,7 @@ def _prepare(
 ) -> Corpus:
     found = find_number_files(paths)
     if found is None:
-        corpus = _prepare_sources(config, paths, cache, with_test, tokenizer)
+        corpus = _prepare_texts(config, paths, cache, with_test, tokenizer)
     else:
         corpus = _prepare_numbers(config, found, cache, with_test, tokenizer)
     _check_length(corpus, config)
@@ -168,75 +176,73 @@ def _name_corpus(settings: DataConfig) -> str:
     return ", ".join(names).encode("utf-8", "backslashreplace").decode()
 
 
-def _prepare_sources(
+def _prepare_texts(
     config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
-    """Split texts, learn or create their tokenizer, and encode them."""
+    """Divide texts, learn or create their tokenizer, and encode them."""
     settings = config.data
     text = find_training_text(settings, paths)
-    splits = text.splits
-    separate = text.separate
     if tokenizer is None:
-        whole = [split.source for split in splits]
-        chat = _has_conversations(whole if separate is None else [*whole, separate], cache)
+        chat = _has_conversations(text.whole, cache)
         tokenizer = _get_tokenizer(config, text.training, cache, chat)
 
-    sides: list[Side] = ["training"]
-    if separate is None:
-        sides.append("validation")
+    wanted: list[Split] = ["training"]
+    if text.separate is None:
+        wanted.append("validation")
     if with_test and settings.test is not None:
-        sides.append("test")
-    token_files: dict[Side, list[TokenFile]] = {"training": [], "validation": [], "test": []}
-    for split in splits:
-        for side, file in _get_side_files(split, sides, tokenizer, cache).items():
-            token_files[side].append(file)
-    if separate is not None:
-        token_files["validation"] = [_get_token_file(separate, tokenizer, cache)]
+        wanted.append("test")
+    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
+    for divided in text.divided:
+        for split, file in _get_split_files(divided, wanted, tokenizer, cache).items():
+            found[split].append(file)
+    if text.separate is not None:
+        found["validation"] = [_get_token_file(text.separate, tokenizer, cache)]
+    name = _name_corpus(settings)
     return Corpus(
-        _name_corpus(settings),
-        tokenizer,
-        token_files["training"],
-        token_files["validation"],
-        token_files["test"],
-        text.content,
+        name, tokenizer, found["training"], found["validation"], found["test"], text.content
     )
 
 
 @dataclass(frozen=True)
-class SplitText:
-    """The texts that a configuration names, split but not yet tokens.
+class TrainingText:
+    """The texts that a configuration names, divided but not yet tokens.
 
     `separate` is the text to hold out, if that is another.
     """
 
-    splits: list[SourceSplit]
-    separate: Source | None
+    divided: list[DividedText]
+    separate: Text | None
 
     @property
-    def training(self) -> list[SourceSide]:
+    def whole(self) -> list[Text]:
+        """All texts."""
+        separate = [] if self.separate is None else [self.separate]
+        return [*(divided.text for divided in self.divided), *separate]
+
+    @property
+    def training(self) -> list[TextPart]:
         """What is trained on."""
-        return [SourceSide(split, "training") for split in self.splits]
+        return [TextPart(divided, "training") for divided in self.divided]
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 (hex) of the texts and their split, as of the corpus that they become."""
-        held_out: list[TextSource] = [SourceSide(split, "validation") for split in self.splits]
+        """SHA-256 (hex) of the texts and their splits, as of the corpus that they become."""
+        held_out: list[AnyText] = [TextPart(divided, "validation") for divided in self.divided]
         if self.separate is not None:
             held_out = [self.separate]
-        digests = "".join(text.digest for text in [*self.training, *held_out])
-        return hashlib.sha256(digests.encode()).hexdigest()
+        return _join_digests([*self.training, *held_out])
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield what is trained on; DataError if a file has changed since it was found."""
-        return chain.from_iterable(side.iter_chunks() for side in self.training)
+        return chain.from_iterable(part.iter_chunks() for part in self.training)
 
 
-def find_training_text(settings: DataConfig, paths: list[str]) -> SplitText:
-    """Find the texts of a configuration at their paths, and how they are split."""
+def find_training_text(settings: DataConfig, paths: list[str]) -> TrainingText:
+    """Find the texts of a configuration at their paths, and how they are divided."""
     separate = None
     if settings.validation_path is not None:
-        separate = sources.find_source(settings.validation_path, settings)
-    return SplitText(_split_sources(settings, paths), separate)
+        separate = find_text(settings.validation_path, settings)
+    return TrainingText(_divide_texts(settings, paths), separate)
 
 
 def _prepare_numbers(
@@ -261,7 +267,7 @@ def _prepare_numbers(
     for group in groups:
         whole = _open_numbers(group, tokenizer, cache)
         share = _get_held_out_share(settings, whole.text_bytes)
-        stretches = sources.locate_splits(len(whole), share, settings.test or 0.0)
+        stretches = locate_splits(len(whole), share, settings.test or 0.0)
         training.append(whole.cut(*stretches["training"]))
         if settings.validation_path is None:
             validation.append(whole.cut(*stretches["validation"]))
@@ -290,11 +296,6 @@ def _open_numbers(paths: list[Path], tokenizer: Tokenizer, cache: Path) -> Token
     return TokenFile(target, tokenizer)
 
 
-def _group_paths(settings: DataConfig, paths: list[str]) -> list[list[str]]:
-    """Group the paths that make one text: all of them, or each by itself if they have weights."""
-    return [[path] for path in paths] if settings.weights else [paths]
-
-
 def _get_held_out_share(settings: DataConfig, size: int) -> float:
     """Get the fraction of a text of `size` bytes to validate on; none if another text is."""
     if settings.validation_path is not None:
@@ -309,24 +310,24 @@ def _prepare_whole(
     found = find_number_files(paths)
     if found is not None:
         return _open_numbers(list(chain.from_iterable(found)), tokenizer, cache)
-    return _get_token_file(sources.find_source(paths, settings), tokenizer, cache)
+    return _get_token_file(find_text(paths, settings), tokenizer, cache)
 
 
-def _split_sources(settings: DataConfig, paths: list[str]) -> list[SourceSplit]:
-    """Split texts into training, validation and test: one text, or one for each weight."""
-    splits = []
-    for group in _group_paths(settings, paths):
-        source = sources.find_source(group, settings)
-        share = _get_held_out_share(settings, source.bytes)
-        splits.append(SourceSplit(source, share, settings.test or 0.0))
-    return splits
+def _divide_texts(settings: DataConfig, paths: list[str]) -> list[DividedText]:
+    """Divide the texts into training, validation and test: one text, or one for each weight."""
+    divided = []
+    for group in [[path] for path in paths] if settings.weights else [paths]:
+        text = find_text(group, settings)
+        share = _get_held_out_share(settings, text.bytes)
+        divided.append(DividedText(text, share, settings.test or 0.0))
+    return divided
 
 
 def _check_length(corpus: Corpus, config: Config) -> None:
-    """DataError if a side of the split is shorter than one window and the token after it."""
+    """DataError if a split is shorter than one window and the token after it."""
     window = config.seq_len + 1
-    sides = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
-    for side, token_files in sides.items():
+    splits = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
+    for split, token_files in splits.items():
         for index, file in enumerate(token_files):
             if len(file) >= window:
                 continue
@@ -338,7 +339,7 @@ def _check_length(corpus: Corpus, config: Config) -> None:
             enough = float(f"{enough:.1e}")  # two digits
             raise DataError(
                 f"{corpus.name}: too short: {len(file):,} of its {sum(map(len, whole)):,} tokens "
-                f"are for {side}, but one window needs {window:,}; use about {enough:,.0f} bytes "
+                f"are for {split}, but one window needs {window:,}; use about {enough:,.0f} bytes "
                 f"of text, or lower model.context_length or train.seq_len"
             )
 
@@ -355,29 +356,38 @@ def _warn_of_small_weights(settings: DataConfig) -> None:
             )
 
 
-def _has_conversations(whole: list[Source], cache: Path) -> bool:
-    """Tell whether texts have conversations; the cache remembers it of those that are records."""
-    records = [text for text in whole if {file.kind for file in text.files} & {*formats.CHAT_KINDS}]
+def _has_conversations(texts: list[Text], cache: Path) -> bool:
+    """Tell whether texts have conversations, which only records can be."""
+    records = [text for text in texts if {file.kind for file in text.files} & {*formats.CHAT_KINDS}]
     if not records:
         return False
-    digest = hashlib.sha256("".join(text.digest for text in records).encode()).hexdigest()[:20]
-    path = cache / f"{digest}-chat.json"
+    path = cache / f"{_join_digests(records)[:20]}-chat.json"
+    return bool(_remember(path, lambda: any(text.has_conversations for text in records)))
+
+
+def _join_digests(texts: Sequence[AnyText]) -> str:
+    return hashlib.sha256("".join(text.digest for text in texts).encode()).hexdigest()
+
+
+def _remember(path: Path, measure: Callable[[], int]) -> int:
+    """Take a number from a file of the cache; measure it once, as that may read the whole text."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
-        return bool(files.read_json(path)["conversations"])
-    found = any(text.has_conversations for text in records)
-    files.atomic_write_bytes(path, json.dumps({"conversations": found}).encode())
-    return found
+        return int(files.read_json(path)["is"])
+    number = measure()
+    files.atomic_write_bytes(path, json.dumps({"is": number}).encode())
+    return number
 
 
 def _get_tokenizer(
-    config: Config, training: Sequence[TextSource], cache: Path, chat: bool
+    config: Config, training: Sequence[AnyText], cache: Path, chat: bool
 ) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
-    digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()[:20]
+    digest = _join_digests(training)[:20]
     if kind in ("auto", "bpe") and vocab_size is None:
-        text_bytes = _measure_training(training, cache / f"{digest}-size.json")
+        path = cache / f"{digest}-size.json"
+        text_bytes = _remember(path, lambda: sum(text.text_bytes for text in training))
         train = config.train
         training_tokens = None
         if train.minutes is not None and "steps" in train.model_fields_set:
@@ -395,25 +405,16 @@ def _get_tokenizer(
     return tokenizer
 
 
-def _measure_training(training: Sequence[TextSource], path: Path) -> int:
-    """Measure the bytes of the training text; `path` keeps them, so that it is read only once."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
-        return int(files.read_json(path)["text_bytes"])
-    text_bytes = sum(text.text_bytes for text in training)
-    files.atomic_write_bytes(path, json.dumps({"text_bytes": text_bytes}).encode())
-    return text_bytes
-
-
 def learn_tokenizer(
-    kind: str, vocab_size: int | None, training: Sequence[TextSource], chat: bool = False
+    kind: str, vocab_size: int | None, training: Sequence[AnyText], chat: bool = False
 ) -> Tokenizer:
     """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones.
 
     To `chat`, it gets the special tokens and the template of ChatML.
     """
-    size = sum(source.bytes for source in training)
+    size = sum(text.bytes for text in training)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
-    chunks = chain.from_iterable(source.iter_chunks() for source in training)
+    chunks = chain.from_iterable(text.iter_chunks() for text in training)
     texts = map(_get_learned_text, islice(chunks, 0, None, every))
     with show_byte_progress("learning the vocabulary", size // every) as advance:
         return create_tokenizer(kind, vocab_size, _report_progress(texts, advance), chat)
@@ -430,10 +431,10 @@ def _get_learned_text(chunk: TextChunk) -> str:
 def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float]:
     """Measure how a tokenizer compresses texts, and the share of its vocabulary they use."""
     counts = np.zeros(tokenizer.vocab_size, np.int64)
-    with sources.spool_stdin(paths, Path(tempfile.gettempdir())) as names:
-        source = sources.find_source(names, DataConfig())
-        with show_byte_progress("measuring the tokenizer", source.bytes) as advance:
-            for chunk in source.iter_chunks():
+    with spool_stdin(paths, Path(tempfile.gettempdir())) as names:
+        text = find_text(names, DataConfig())
+        with show_byte_progress("measuring the tokenizer", text.bytes) as advance:
+            for chunk in text.iter_chunks():
                 counts += np.bincount(tokenizer.encode(chunk.text), minlength=tokenizer.vocab_size)
                 advance(count_utf8_bytes(chunk.text))
     text_bytes = int(counts @ tokenizer.compute_byte_lengths())
@@ -453,24 +454,23 @@ def _report_progress(texts: Iterator[str], advance: Callable[[int], object]) -> 
         advance(len(text.encode()))
 
 
-def _get_token_file(source: Source, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+def _get_token_file(text: Text, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """Open the token file of a whole text in the cache; write it if it is missing or damaged."""
 
     def iter_chunks(_: object) -> Iterator[tuple[str, TextChunk]]:
-        return (("", chunk) for chunk in source.iter_checked_chunks())
+        return (("", chunk) for chunk in text.iter_chunks())
 
-    path = _name_token_file(source.digest, tokenizer, cache)
-    return _get_token_files({"": path}, iter_chunks, source.bytes, tokenizer)[""]
+    path = _name_token_file(text.digest, tokenizer, cache)
+    return _get_token_files({"": path}, iter_chunks, text.bytes, tokenizer)[""]
 
 
-def _get_side_files(
-    split: SourceSplit, sides: list[Side], tokenizer: Tokenizer, cache: Path
-) -> dict[Side, TokenFile]:
-    """Open the token files of some sides in the cache; write those that are missing or damaged."""
-    paths = {
-        side: _name_token_file(SourceSide(split, side).digest, tokenizer, cache) for side in sides
-    }
-    return _get_token_files(paths, split.iter_checked_chunks, split.source.bytes, tokenizer)
+def _get_split_files(
+    divided: DividedText, splits: list[Split], tokenizer: Tokenizer, cache: Path
+) -> dict[Split, TokenFile]:
+    """Open the token files of some splits in the cache; write those missing or damaged."""
+    digests = {split: TextPart(divided, split).digest for split in splits}
+    paths = {split: _name_token_file(digests[split], tokenizer, cache) for split in splits}
+    return _get_token_files(paths, divided.iter_chunks, divided.text.bytes, tokenizer)
 
 
 def _get_token_files(

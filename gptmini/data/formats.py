@@ -42,8 +42,10 @@ SAVE_REMEDY = "save it as plain text"
 PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
 CHOOSE_REMEDY = "choose a text file"
 PYTHON_DOCS = "builtin:python-docs"
-SNIFFED_BYTES = 8192  # enough to see that a file is not text: a signature, or a NUL byte as in git
+SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
 
+ZIP_SIGNATURE = b"PK\3\4"
+TAR_OFFSET = 257  # at which a tar archive says that it is one
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
     codecs.BOM_UTF32_LE: ("UTF-32", "convert it to UTF-8"),  # begins as UTF-16 does
@@ -54,10 +56,14 @@ SIGNATURES = {
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
     b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", SAVE_REMEDY),
-    b"PK\3\4": ("a ZIP archive", "unpack it"),
+    ZIP_SIGNATURE: ("a ZIP archive", "unpack it"),
     b"\x1f\x8b": ("gzip data", "end its name in .gz"),
     b"(\xb5/\xfd": ("zstd data", "end its name in .zst"),
-    b"\xfd7zXZ": ("xz data", "unpack it"),
+    b"\xfd7zXZ": ("xz data", "pipe it in: xzcat FILE | gptmini train --data -"),
+    b"BZh": ("bzip2 data", "pipe it in: bzcat FILE | gptmini train --data -"),
+    b"7z\xbc\xaf": ("a 7z archive", "unpack it"),
+    b"Rar!": ("a RAR archive", "unpack it"),
+    b"ARROW1": ("an Arrow file", "write it as Parquet"),
     b"\x89PNG": ("a PNG picture", CHOOSE_REMEDY),
     b"\xff\xd8\xff": ("a JPEG picture", CHOOSE_REMEDY),
     b"GIF8": ("a GIF picture", CHOOSE_REMEDY),
@@ -131,25 +137,19 @@ def open_unchanged(file: File) -> Iterator[BinaryIO]:
             )
 
 
-def detect_binary(path: Path, head: bytes) -> tuple[str, str] | None:
-    """Detect by its first bytes what a file is if not plain text; returns that and a remedy."""
-    for signature, (kind, remedy) in SIGNATURES.items():
-        if not head.startswith(signature):
-            continue
-        suffix = path.suffix.lower()
-        if kind == "a ZIP archive" and suffix in ZIPPED_FILES:
-            return ZIPPED_FILES[suffix]
-        return kind, remedy
-    if b"\0" in head:
-        return "binary data", CHOOSE_REMEDY
-    return None
-
-
 def _check_signature(file: File, stream: BinaryIO) -> None:
-    """DataError for a file that is something else than plain text in UTF-8."""
+    """DataError for a file that begins as something else than plain text in UTF-8."""
     head = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]  # type: ignore[attr-defined]
-    if (detected := detect_binary(file.path, head)) is not None:
-        kind, remedy = detected
+    suffix = file.path.suffix.lower()
+    if head.startswith(ZIP_SIGNATURE) and suffix in ZIPPED_FILES:
+        found = [ZIPPED_FILES[suffix]]
+    elif head[TAR_OFFSET:].startswith(b"ustar"):
+        found = [("a tar archive", "unpack it")]
+    else:
+        found = [what for signature, what in SIGNATURES.items() if head.startswith(signature)]
+        found += [("binary data", CHOOSE_REMEDY)] if b"\0" in head else []
+    if found:
+        kind, remedy = found[0]
         raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
 
 

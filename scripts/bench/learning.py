@@ -30,7 +30,7 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config, DataConfig
 from gptmini.config.yamlfile import parse_assignment
 from gptmini.data.corpus import prepare_corpus, prepare_text
-from gptmini.data.sources import find_source
+from gptmini.data.text import find_text
 from gptmini.machine import pick_compute
 from gptmini.model.kernels import cross_entropy_
 from gptmini.runs.log import read_metrics
@@ -101,9 +101,9 @@ def prepare(name: str, path: str, tokenizer: str, folder: Path) -> PreparedText:
     training = folder / f"{name}.txt"
     test = folder / f"{name}-test.txt"
     saved = folder / f"{name}-tokenizer.json"
-    source = find_source([path], DataConfig(path=[path]))
+    source = find_text([path], DataConfig(path=[path]))
     text = ""
-    for chunk in source.iter_checked_chunks():
+    for chunk in source.iter_chunks():
         text += chunk.text
         if len(text) > MAX_TEXT_LENGTH:
             break

@@ -14,7 +14,7 @@ import pytest
 
 from gptmini.cli.prompts_file import _read_prompts
 from gptmini.config.settings import DataConfig
-from gptmini.data import sources
+from gptmini.data.text import find_text
 from gptmini.errors import GptminiError
 from gptmini.extras.serve.chat import ChatCompletion
 from gptmini.extras.serve.limits import Limits
@@ -28,7 +28,7 @@ Route = Callable[[Path, list[Any]], list[Any]]
 
 
 def read(path: Path) -> list[Any]:
-    source = sources.find_source([str(path)], DataConfig())
+    source = find_text([str(path)], DataConfig())
     return [chunk.conversation or chunk.text for chunk in source.iter_chunks()]
 
 

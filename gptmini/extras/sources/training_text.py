@@ -74,7 +74,7 @@ def load_index(
             found = text.content
             size = sum(side.text_bytes for side in text.training)
             pieces = _read_pieces(text.iter_chunks())
-            named = [str(file.path) for split in text.splits for file in split.source.files]
+            named = [str(file.path) for whole in text.divided for file in whole.text.files]
         else:
             corpus = prepare_corpus(config, cache, tokenizer=tokenizer)
             found = corpus.content

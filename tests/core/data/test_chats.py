@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from gptmini.config.settings import DataConfig
-from gptmini.data import corpus, sources
+from gptmini.data import corpus
 from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.data.formats import read_documents
+from gptmini.data.text import DividedText, find_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
@@ -36,8 +37,9 @@ def write(path: Path, *records: object) -> Path:
 
 
 def read(path: Path, **settings: Any) -> list[Any]:
-    (file,) = sources.find_source([str(path)], DataConfig()).files
-    return list(read_documents(file, settings.get("text_key", "text"), ""))
+    data = DataConfig.model_validate(settings)
+    (file,) = find_text([str(path)], data).files
+    return list(read_documents(file, data.text_key, ""))
 
 
 def with_template(template: str) -> Tokenizer:
@@ -199,6 +201,12 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_document_of_each_answer(
     )
 
 
+def test_a_last_answer_that_is_rewritten_is_learned_as_it_was_given():
+    tokenizer = with_template(FORGETFUL)
+    answered = encode(ASK, ANSWER, tokenizer=tokenizer)
+    assert encode(ASK, ANSWER, ASK, tokenizer=tokenizer).tolist() == answered.tolist()
+
+
 def run_advice(error: DataError, path: Path) -> Any:
     """Run the command that a message advises on a file; return what it prints."""
     words = shlex.split(error.lines[0].partition("for example with: ")[2])
@@ -279,8 +287,8 @@ def test_conversations_are_held_out_whole(tmp_path, split):
     records = [{"messages": [ASK, {**ANSWER, "content": f"{n}."}]} for n in range(200)]
     path = write(tmp_path / "a.jsonl", *records)
     settings = DataConfig(split=split)
-    source = sources.find_source([str(path)], settings)
-    parts = sources.SourceSplit(source, 0.1, 0.1)
+    source = find_text([str(path)], settings)
+    parts = DividedText(source, 0.1, 0.1)
     found: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
     for side, chunk in parts.iter_chunks(found.keys()):  # type: ignore[arg-type]
         assert chunk.conversation is not None

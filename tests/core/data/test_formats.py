@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
-from gptmini.data import formats, sources
+from gptmini.data import formats
+from gptmini.data.text import find_text
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
 
@@ -26,9 +27,12 @@ IN_A_FOLDER = settings(
 def documents(path: Path, **options: str) -> list[str]:
     """The documents of a file, joined from their pieces."""
     texts: list[str] = []
-    for piece in sources.find_source([str(path)], DataConfig.model_validate(options)).iter_chunks():
-        texts += [""] if piece.starts_document else []
-        texts[-1] += piece.text
+    settings = DataConfig.model_validate(options)
+    separator = with_line_feeds(settings.separator or "")
+    for file in find_text([str(path)], settings).files:
+        for piece in formats.read_documents(file, settings.text_key, separator):
+            texts += [""] if piece.starts_document else []
+            texts[-1] += piece.text
     return texts
 
 
@@ -111,11 +115,24 @@ def test_parquet_columns_are_documents(tmp_path: Path):
         documents(path, text_key="n")
 
 
+def test_json_lines_may_be_appended_with_their_marks(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n' + b'\xef\xbb\xbf{"text": "two"}\n')
+    assert documents(path) == ["one", "two"]
+
+
+def test_rows_of_parquet_are_counted_through_all_groups(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["one", "two", "three"]}), path, row_group_size=2)
+    source = find_text([str(path)], DataConfig())
+    assert [chunk.place.line for chunk in source.iter_chunks()] == [1, 2, 3]
+
+
 def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", 10)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
-    source = sources.find_source([str(path)], DataConfig())
+    source = find_text([str(path)], DataConfig())
     pieces = [piece.text for piece in source.iter_chunks()]
     assert pieces == ["seven", " words", " are in", " this one", " sentence"]
 
@@ -141,6 +158,11 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("ckpt.pt", b"PK\3\4...", "ckpt.pt: a checkpoint"),
         ("a.zip", b"PK\3\4...", "a.zip: a ZIP archive, not plain text; unpack it"),
         ("a.PDF", b"%PDF-1.4\n", "a.PDF: a PDF document, .*pdftotext"),
+        ("a.txt.bz2", b"BZh91AY", "a.txt.bz2: bzip2 data, .*bzcat FILE . gptmini train --data -"),
+        ("a.tar", b"name".ljust(257, b"\0") + b"ustar", "a.tar: a tar archive, .*unpack it"),
+        ("a.7z", b"7z\xbc\xaf\x27\x1c", "a.7z: a 7z archive"),
+        ("a.rar", b"Rar!\x1a\7", "a.rar: a RAR archive"),
+        ("a.arrow", b"ARROW1\0\0", "a.arrow: an Arrow file, .*Parquet"),
         ("a.rtf", b"{\\rtf1", "a.rtf: an RTF document"),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1", "a.doc: a Word, Excel or PowerPoint document"),
         ("a.txt", gzip.compress(b"text", mtime=0), "a.txt: gzip data, .*; end its name in .gz"),
@@ -213,6 +235,7 @@ def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path, monkeypat
             rows.append(batch.num_rows)
             yield batch
 
+    assert documents(path) == texts  # and its beginning will not be looked at again
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", count)
     monkeypatch.setattr(formats, "PARQUET_BATCH_BYTES", 5500)
     assert documents(path) == texts
@@ -265,7 +288,7 @@ def test_text_that_looks_like_a_special_token_is_text(tmp_path: Path):
 def test_a_file_that_changes_while_it_is_read_is_refused_though_its_size_stays(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("first")
-    (file,) = sources.find_source([str(path)], DataConfig()).files
+    (file,) = find_text([str(path)], DataConfig()).files
     with pytest.raises(DataError, match="changed"), formats.open_unchanged(file) as raw:
         raw.read()
         path.write_text("other")

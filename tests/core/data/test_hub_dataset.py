@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from gptmini.config.settings import DataConfig
 from gptmini.config.yamlfile import read_file
 from gptmini.data.hub_dataset import DatasetName, fetch_dataset, parse_dataset_name
-from gptmini.data.sources import find_source
+from gptmini.data.text import find_text
 from gptmini.errors import DataError
 from tests.local_hub import NO_ENDPOINT, LocalHub, set_endpoint
 from tests.support import SMALL, WORDS
@@ -48,7 +48,7 @@ def files_of(path: str) -> list[str]:
 
 
 def read(path: str) -> list[str]:
-    source = find_source([path], DataConfig())
+    source = find_text([path], DataConfig())
     return [chunk.text for chunk in source.iter_chunks()]
 
 

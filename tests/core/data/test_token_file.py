@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
-from gptmini.data import sources
 from gptmini.data import token_file as token_files
+from gptmini.data.text import find_text
 from gptmini.data.token_file import (
     MIXTURE_CYCLE_WINDOWS,
     Corpus,
@@ -45,7 +45,7 @@ def write_together(paths: dict[str, Path], labeled: Iterator[tuple[str, TextChun
 def token_file(text_file: Path, tmp_path: Path) -> Path:
     """The tokens of the small text."""
     path = tmp_path / "a.bin"
-    write(path, sources.find_source([str(text_file)], DataConfig()).iter_chunks())
+    write(path, find_text([str(text_file)], DataConfig()).iter_chunks())
     return path
 
 

@@ -1,8 +1,8 @@
 """From paths to documents: files, folders, globs, standard input, the Hub and built-in corpora.
 
-A Source is a list of files and how to read them; a SourceSplit divides it into sides: training,
-validation and test. Both are read block by block, so they may be larger than memory. Reading them
-again gives the same text, or an error that names the file that changed.
+A Text is a list of files and how to read them; a DividedText has its splits: training, validation
+and test. Both are read block by block, so they may be larger than memory. Reading them again gives
+the same text, or an error that names the file that changed.
 """
 
 import codecs
@@ -28,9 +28,7 @@ from gptmini.data import hub_dataset
 from gptmini.data.formats import (
     CHAT_KINDS,
     PYTHON_DOCS,
-    SNIFFED_BYTES,
     File,
-    detect_binary,
     find_format,
     open_unchanged,
     raise_unreadable,
@@ -51,11 +49,11 @@ WARNING_BY_SUFFIXES = {
     ),
 }
 BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
-Side = Literal["training", "validation", "test"]
+Split = Literal["training", "validation", "test"]
 
 
 @dataclass(frozen=True)
-class Source:
+class Text:
     """Files in reading order, and how to read them."""
 
     name: str
@@ -102,7 +100,7 @@ class Source:
                 if file.kind == "text" and (has_returns or file.compression):
                     # The same bytes gave other tokens when CR was kept.
                     hashed.update(b"line feeds")
-                    if not file.compression and _detect_binary_file(file) is None:
+                    if not file.compression:
                         converted.append(file.path)
                 is_plain = file.kind == "text" and file.errors == "strict" and not file.compression
                 is_verbatim = is_verbatim and is_plain and not (has_returns or has_mark)
@@ -127,7 +125,7 @@ class Source:
         size = 0
         has_conversations = False
         with show_byte_progress("reading the text", self.bytes) as advance:
-            for chunk in self.iter_checked_chunks():
+            for chunk in self.iter_chunks():
                 length = count_utf8_bytes(chunk.text)
                 size += length
                 has_conversations = has_conversations or chunk.conversation is not None
@@ -137,96 +135,88 @@ class Source:
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield the text, document by document, without empty ones.
 
-        Anything that is not valid text raises a DataError with the file and the position.
+        Anything that is not valid text raises a DataError with the file and the position, and so
+        does the end of a text that is all white space.
         """
         separator = _normalize_newlines(self.settings.separator) or ""
+        is_blank = True
         for file in self.files:
-            yield from read_documents(file, self.settings.text_key, separator)
-
-    def iter_checked_chunks(self) -> Iterator[TextChunk]:
-        """Yield the same; DataError at its end if it was all white space."""
-        return _check_not_blank(
-            self.iter_chunks(), f"{self.name}: contains no text; choose a file that has some"
-        )
+            for chunk in read_documents(file, self.settings.text_key, separator):
+                is_blank = is_blank and not chunk.text.strip()
+                yield chunk
+        if is_blank:
+            raise DataError(f"{self.name}: contains no text; choose a file that has some")
 
 
 @dataclass(frozen=True)
-class SourceSplit:
-    """A source that is split into sides, before any tokenizer sees it.
+class DividedText:
+    """A text that is divided into splits, before any tokenizer sees it.
 
     `validation` and `test` are fractions of the text, or of the documents.
     """
 
-    source: Source
+    text: Text
     validation: float
     test: float
 
-    def iter_chunks(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
-        """Yield the text of some sides, as Source.iter_chunks does, in one pass over the source."""
-        if self.source.settings.split == "tail":
-            return self._iter_stretches(sides)
-        return self._iter_documents(sides)
+    def iter_chunks(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
+        """Yield the text of some splits, as Text.iter_chunks does, in one pass over the text.
 
-    def iter_checked_chunks(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
-        """Yield the same; DataError at its end if the split leaves no text for one of the sides."""
-        if self.source.settings.split == "tail":
-            return self._iter_stretches(sides)  # it has checked the whole
-        return self._iter_checked_documents(sides)
+        DataError at its end if one of them has only white space.
+        """
+        if self.text.settings.split == "tail":
+            return self._iter_stretches(splits)
+        return self._iter_documents(splits)
 
-    def _iter_stretches(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
+    def _iter_stretches(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
         """Yield the stretches of the text: training first, then test, then validation.
 
         The text is cut between words where that is possible, a conversation before it begins.
         """
-        size = self.source.text_bytes
+        size = self.text.text_bytes
         located = locate_splits(size, self.validation, self.test)
-        stretches = {side: stretch for side, stretch in located.items() if side in sides}
+        stretches = {split: stretch for split, stretch in located.items() if split in splits}
         last_end = max(end for _, end in stretches.values())
         reach = min(4096, size // 100)  # a short text is not cut far from the requested place
         at = 0  # bytes before this chunk
-        for chunk in self.source.iter_chunks():
+        for chunk in self.text.iter_chunks():
             if at >= last_end:
                 return
             text = chunk.text
             length = count_utf8_bytes(text)
-            for side, (begin, end) in stretches.items():
+            for split, (begin, end) in stretches.items():
                 if chunk.conversation is not None:
-                    if begin < at + length <= end:  # by its end, so that the last side has some
-                        yield side, chunk
+                    if begin < at + length <= end:  # by its end, so that the last split has some
+                        yield split, chunk
                     continue
                 first = _find_cut(text, length, begin - at, reach)
                 last = _find_cut(text, length, end - at, reach)
                 if first < last:
                     starts_document = chunk.starts_document and first == 0
                     place = chunk.place.after(text[:first])
-                    yield side, TextChunk(text[first:last], starts_document, place=place)
+                    yield split, TextChunk(text[first:last], starts_document, place=place)
             at += length
 
-    def _iter_documents(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
-        """Yield the documents of some sides, in the order of the text."""
-        side: Side = "training"
-        for chunk in self.source.iter_chunks():
+    def _iter_documents(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
+        """Yield the documents of some splits, in the order of the text."""
+        split: Split = "training"
+        blank = set(splits)
+        for chunk in self.text.iter_chunks():
             if chunk.starts_document:
-                side = self._assign_document(chunk.text)
-            if side in sides:
-                yield side, chunk
-
-    def _iter_checked_documents(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
-        """Yield the same; DataError at its end if a side has only white space."""
-        blank = set(sides)
-        for side, chunk in self._iter_documents(sides):
-            if side in blank and chunk.text.strip():
-                blank.remove(side)
-            yield side, chunk
-        for side in sides:
-            if side in blank:
+                split = self._assign_document(chunk.text)
+            if split in splits:
+                if chunk.text.strip():
+                    blank.discard(split)
+                yield split, chunk
+        for split in splits:
+            if split in blank:
                 raise DataError(
-                    f"{self.source.name}: its split leaves no document for {side}; use a text with "
+                    f"{self.text.name}: its split leaves no document for {split}; use a text with "
                     f"more documents, or hold out the tail with --set data.split=tail"
                 )
 
-    def _assign_document(self, first_text: str) -> Side:
-        """Assign a document to a side, by the hash of its first chunk alone."""
+    def _assign_document(self, first_text: str) -> Split:
+        """Assign a document to a split, by the hash of its first chunk alone."""
         number = int.from_bytes(hashlib.sha256(first_text.encode()).digest()[:8])
         if number < self.validation * 2**64:
             return "validation"
@@ -236,39 +226,39 @@ class SourceSplit:
 
 
 @dataclass(frozen=True)
-class SourceSide:
-    """One side of a split."""
+class TextPart:
+    """One split of a text."""
 
-    split: SourceSplit
-    side: Side
+    divided: DividedText
+    split: Split
 
     @property
     def bytes(self) -> int:
-        """Size of the whole source on disk."""
-        return self.split.source.bytes
+        """Size of the whole text on disk."""
+        return self.divided.text.bytes
 
     @property
     def text_bytes(self) -> int:
-        """About the size of this side's text in UTF-8."""
-        split = self.split
-        located = locate_splits(split.source.text_bytes, split.validation, split.test)
-        begin, end = located[self.side]
+        """About the size of this split in UTF-8."""
+        divided = self.divided
+        located = locate_splits(divided.text.text_bytes, divided.validation, divided.test)
+        begin, end = located[self.split]
         return end - begin
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of everything that determines this side of the text."""
-        source = self.split.source
-        rule = [source.settings.split, self.side, self.split.validation, self.split.test]
-        return hashlib.sha256(json.dumps([source.digest, *rule]).encode()).hexdigest()
+        """SHA-256 (hex) of everything that determines this split."""
+        text = self.divided.text
+        rule = [text.settings.split, self.split, self.divided.validation, self.divided.test]
+        return hashlib.sha256(json.dumps([text.digest, *rule]).encode()).hexdigest()
 
     def iter_chunks(self) -> Iterator[TextChunk]:
-        """Yield this side of the text, as Source.iter_chunks does for all of it."""
-        return (chunk for _, chunk in self.split.iter_chunks([self.side]))
+        """Yield this split, as Text.iter_chunks does all of a text."""
+        return (chunk for _, chunk in self.divided.iter_chunks([self.split]))
 
 
-def locate_splits(size: int, validation: float, test: float) -> dict[Side, tuple[int, int]]:
-    """Return where each side begins and ends in `size` bytes or tokens, in their order."""
+def locate_splits(size: int, validation: float, test: float) -> dict[Split, tuple[int, int]]:
+    """Return where each split begins and ends in `size` bytes or tokens, in their order."""
     n_test = max(1, round(size * test)) if test else 0
     n_validation = max(1, round(size * validation)) if validation else 0
     validation_start = size - n_validation
@@ -278,16 +268,6 @@ def locate_splits(size: int, validation: float, test: float) -> dict[Side, tuple
         "test": (test_start, validation_start),
         "validation": (validation_start, size),
     }
-
-
-def _check_not_blank(chunks: Iterator[TextChunk], problem: str) -> Iterator[TextChunk]:
-    """Yield the same chunks; DataError at their end if they were all white space."""
-    blank = True
-    for chunk in chunks:
-        blank = blank and not chunk.text.strip()
-        yield chunk
-    if blank:
-        raise DataError(problem)
 
 
 def _find_cut(text: str, length: int, offset: int, reach: int) -> int:
@@ -338,13 +318,16 @@ def _normalize_newlines(separator: str | None) -> str | None:
 # -- finding files ---------------------------------------------------------------------------------
 
 
-def find_source(paths: list[str], settings: DataConfig) -> Source:
-    """Find the files that paths name; DataError if one is missing or is not a regular file."""
-    files = [file for path in paths for file in _find_files(path, settings.errors)]
+def find_text(paths: list[str], settings: DataConfig) -> Text:
+    """Find the files that paths name; DataError if one is missing, or begins with no text."""
+    files = [file for path in paths for file in _find_files(path, settings)]
+    problems = [_find_problem(file, settings.text_key) for file in files]
+    if any(problems):
+        raise DataError(*filter(None, problems))
     for suffixes, warning in WARNING_BY_SUFFIXES.items():
         if found := [file.path for file in files if _has_suffix(file, suffixes)]:
             warn_once(f"{_abbreviate(found)}: {warning}")
-    return Source(", ".join(paths), tuple(files), settings)
+    return Text(", ".join(paths), tuple(files), settings)
 
 
 def _has_suffix(file: File, suffixes: tuple[str, ...]) -> bool:
@@ -375,8 +358,9 @@ def _find_dataset_files(name: str, errors: str) -> list[File]:
     return found
 
 
-def _find_files(path: str, errors: str) -> list[File]:
-    """Find the files of one path, in reading order; those of a folder or pattern must be text."""
+def _find_files(path: str, settings: DataConfig) -> list[File]:
+    """Find the files of one path, in reading order; of a folder or pattern those that are text."""
+    errors = settings.errors
     if path.startswith("builtin:"):
         return _find_builtin_files(path, errors)
     if hub_dataset.is_dataset_name(path):
@@ -397,31 +381,37 @@ def _find_files(path: str, errors: str) -> list[File]:
             f"{path}: no files found; give a folder that has some, or a pattern such as "
             f"'texts/**/*.md'"
         )
-    return _skip_binary_files(path, [_describe_file(file, errors) for file in found])
+    files = [_describe_file(file, errors) for file in found]
+    return _skip_unreadable_files(path, files, settings.text_key)
 
 
-def _skip_binary_files(path: str, files: list[File]) -> list[File]:
-    """Leave out files that are not text, with a warning; DataError if nothing is left."""
-    binary = {file: kind for file in files if (kind := _detect_binary_file(file))}
-    if not binary:
-        return files
-    names = _abbreviate(f"{file.path} ({kind})" for file, kind in binary.items())
-    if len(binary) == len(files):
-        raise DataError(f"{path}: no text files found, only {names}; give a folder that has some")
-    warn_once(f"{path}: files that are not text are skipped: {names}")
-    numbers = [file.path for file in binary if holds_numbers(file.path)]
+def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[File]:
+    """Leave out files that cannot be read as text, with a warning; DataError if none is left."""
+    problems = {file: _find_problem(file, text_key) for file in files}
+    readable = [file for file, problem in problems.items() if problem is None]
+    # Records apart, as among a thousand pictures nobody would see them.
+    records = [problem for file, problem in problems.items() if problem and file.kind != "text"]
+    others = [problem for file, problem in problems.items() if problem and file.kind == "text"]
+    if not readable:
+        raise DataError(f"{path}: no text files found, only {_abbreviate([*records, *others])}")
+    for skipped in filter(None, (records, others)):
+        warn_once(f"{path}: files are skipped: {_abbreviate(skipped)}")
+    numbers = [file.path for file in files if problems[file] and holds_numbers(file.path)]
     if numbers:
         warn_once(f"{numbers[0]}: token numbers are read where the file is named, not its folder")
-    return [file for file in files if file not in binary]
+    return readable
 
 
-def _detect_binary_file(file: File) -> str | None:
-    """Detect what a file is that would be read as plain text but is not."""
-    if file.kind != "text" or file.compression:
-        return None
-    with open_unchanged(file) as raw:
-        detected = detect_binary(file.path, raw.read(SNIFFED_BYTES))
-    return None if detected is None else detected[0]
+@cache
+def _find_problem(file: File, text_key: str) -> str | None:
+    """Find why a file cannot be read as text, by its beginning."""
+    with open_unchanged(file):  # one that nobody may open is no question of its kind
+        pass
+    try:
+        next(read_documents(file, text_key, ""), None)
+    except DataError as error:
+        return error.lines[0]
+    return None
 
 
 def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
