@@ -69,7 +69,7 @@ def export(
         say(f"proof: {exported.generated_by} loads it and generates with it")
     print(out)
     if push is not None:
-        from gptmini import hub
+        from gptmini.data import hub
 
         with show_elapsed("uploading"):
             url = hub.upload(push.removeprefix(hub.PREFIX), out)
@@ -93,7 +93,7 @@ def export(
 
 def _check_push(name: str, to: str) -> None:
     """ConfigError for a name or format that cannot be pushed, before anything is written."""
-    from gptmini import hub
+    from gptmini.data import hub
 
     if not re.fullmatch(hub.OWNER_AND_NAME, name.removeprefix(hub.PREFIX)):
         raise ConfigError(f"--push {shorten(name)}: not a name on the Hub; write OWNER/NAME")

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -149,11 +148,7 @@ def open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
 def _delete_stale_files(cache: Path) -> None:
     """Delete temporary files that killed processes left at least a day ago."""
     for path in cache.glob(".tmp-*"):
-        if path.stat().st_mtime > time.time() - STALE_SECONDS:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
+        if path.stat().st_mtime < time.time() - STALE_SECONDS:
             path.unlink()
 
 

@@ -38,13 +38,10 @@ from gptmini.tokenizer.chunks import (
 )
 
 CONVERT_REMEDY = "convert it to UTF-8, or pass --errors replace"
-SAVE_REMEDY = "save it as plain text"
 PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
-CHOOSE_REMEDY = "choose a text file"
 PYTHON_DOCS = "builtin:python-docs"
 SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
 
-ZIP_SIGNATURE = b"PK\3\4"
 TAR_OFFSET = 257  # at which a tar archive says that it is one
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
@@ -55,8 +52,8 @@ SIGNATURES = {
     b"gptmini\n": ("tokens of an earlier version", "name the text that they were made from"),
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
-    b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", SAVE_REMEDY),
-    ZIP_SIGNATURE: ("a ZIP archive", "unpack it"),
+    b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", "save it as plain text"),
+    b"PK\3\4": ("a ZIP archive or an Office document", f"unpack it, or {PANDOC_REMEDY}"),
     b"\x1f\x8b": ("gzip data", "end its name in .gz"),
     b"(\xb5/\xfd": ("zstd data", "end its name in .zst"),
     b"\xfd7zXZ": ("xz data", "pipe it in: xzcat FILE | gptmini train --data -"),
@@ -64,20 +61,7 @@ SIGNATURES = {
     b"7z\xbc\xaf": ("a 7z archive", "unpack it"),
     b"Rar!": ("a RAR archive", "unpack it"),
     b"ARROW1": ("an Arrow file", "write it as Parquet"),
-    b"\x89PNG": ("a PNG picture", CHOOSE_REMEDY),
-    b"\xff\xd8\xff": ("a JPEG picture", CHOOSE_REMEDY),
-    b"GIF8": ("a GIF picture", CHOOSE_REMEDY),
 }
-ZIPPED_FILES = {
-    ".docx": ("a Word document", PANDOC_REMEDY),
-    ".xlsx": ("an Excel document", "save it as CSV"),
-    ".pptx": ("a PowerPoint document", SAVE_REMEDY),
-    ".odt": ("an OpenDocument text", PANDOC_REMEDY),
-    ".epub": ("an EPUB book", PANDOC_REMEDY),
-    ".pt": ("a checkpoint of PyTorch", CHOOSE_REMEDY),
-    ".pth": ("a checkpoint of PyTorch", CHOOSE_REMEDY),
-}
-
 CSV_DELIMITERS = (",", ";", "\t")
 PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
 PARQUET_BATCH_ROWS = 1000
@@ -140,14 +124,11 @@ def open_unchanged(file: File) -> Iterator[BinaryIO]:
 def _check_signature(file: File, stream: BinaryIO) -> None:
     """DataError for a file that begins as something else than plain text in UTF-8."""
     head = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]  # type: ignore[attr-defined]
-    suffix = file.path.suffix.lower()
-    if head.startswith(ZIP_SIGNATURE) and suffix in ZIPPED_FILES:
-        found = [ZIPPED_FILES[suffix]]
-    elif head[TAR_OFFSET:].startswith(b"ustar"):
-        found = [("a tar archive", "unpack it")]
-    else:
-        found = [what for signature, what in SIGNATURES.items() if head.startswith(signature)]
-        found += [("binary data", CHOOSE_REMEDY)] if b"\0" in head else []
+    found = [what for signature, what in SIGNATURES.items() if head.startswith(signature)]
+    if head[TAR_OFFSET:].startswith(b"ustar"):
+        found.append(("a tar archive", "unpack it"))
+    if b"\0" in head:
+        found.append(("binary data", "choose a text file"))
     if found:
         kind, remedy = found[0]
         raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from gptmini import hub
+from gptmini.data import hub
 from gptmini.data.formats import find_format, import_pyarrow
+from gptmini.data.hub import Snapshot
 from gptmini.errors import DataError, shorten
-from gptmini.hub import Snapshot
 
 DATASET = re.compile(
     rf"{hub.PREFIX}(?P<name>{hub.OWNER_AND_NAME}|\w[\w.-]*(?!/))(@(?P<revision>{hub.REVISION}))?"

@@ -78,7 +78,6 @@ class Text:
         """
         options = [self.settings.text_key, _normalize_newlines(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
-        converted = []
         size = 0
         is_verbatim = self.settings.separator is None
         is_blank = True
@@ -100,12 +99,8 @@ class Text:
                 if file.kind == "text" and (has_returns or file.compression):
                     # The same bytes gave other tokens when CR was kept.
                     hashed.update(b"line feeds")
-                    if not file.compression:
-                        converted.append(file.path)
                 is_plain = file.kind == "text" and file.errors == "strict" and not file.compression
                 is_verbatim = is_verbatim and is_plain and not (has_returns or has_mark)
-        if converted:
-            say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest(), size if is_verbatim and not is_blank else None
 
     @property

@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gptmini import hub
 from gptmini.console import say
+from gptmini.data import hub
+from gptmini.data.hub import Snapshot
 from gptmini.errors import CheckpointError, shorten
 from gptmini.extras.interop.gguf import import_gguf
 from gptmini.extras.interop.huggingface import (
@@ -22,7 +23,6 @@ from gptmini.extras.interop.huggingface import (
     list_weight_files,
     read_settings,
 )
-from gptmini.hub import Snapshot
 from gptmini.tokenizer.foreign import import_library
 
 NAME = re.compile(

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 from huggingface_hub import constants, file_download
 
-from gptmini import hub
+from gptmini.data import hub
 from gptmini.extras.interop import hub_model
 from gptmini.extras.interop import import_model as importing
 from gptmini.extras.interop.export import export_run
