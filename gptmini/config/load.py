@@ -58,6 +58,7 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
     origins: Origins = {}
     if file is not None:
         data, lines = yamlfile.read_file(file)
+        data = {name: section for name, section in data.items() if section is not None}
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
         data = _expand_attention(data, f"{origins.get(ATTENTION)}: model.attention")
     if any(path == MINUTES and value is not None for _, path, value in assignments):

@@ -163,6 +163,13 @@ def test_a_value_is_not_a_section(tmp_path: Path):
         load_config(path, [("--data", ("data", "path"), "x")])
 
 
+def test_a_section_with_nothing_under_it_has_its_defaults(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model:\ntrain:\n")
+    config = load_config(path, [("--steps", ("train", "steps"), 7)])
+    assert (config.train.steps, config.model) == (7, Config().model)
+
+
 def test_attention_has_a_short_form(tmp_path: Path):
     file = tmp_path / "a.yaml"
     for short, variant, n_kv_head, window in (
