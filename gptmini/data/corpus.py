@@ -242,7 +242,7 @@ def find_training_text(settings: DataConfig, paths: list[str]) -> TrainingText:
 
 def _prepare_numbers(
     config: Config,
-    found: list[list[Path]],
+    files_of_paths: list[list[Path]],
     cache: Path,
     with_test: bool,
     tokenizer: Tokenizer | None,
@@ -254,24 +254,20 @@ def _prepare_numbers(
             "data.split: token numbers do not say where documents begin; leave it out, or name "
             "what to hold out in data.validation_path"
         )
-    tokenizer = tokenizer or _get_number_tokenizer(config, found[0][0])
-    groups = found if settings.weights else [list(chain.from_iterable(found))]
-    training: list[TokenFile] = []
-    validation: list[TokenFile] = []
-    test: list[TokenFile] = []
+    tokenizer = tokenizer or _get_number_tokenizer(config, files_of_paths[0][0])
+    groups = files_of_paths if settings.weights else [list(chain.from_iterable(files_of_paths))]
+    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
     for group in groups:
         whole = _open_numbers(group, tokenizer, cache)
         share = _get_held_out_share(settings, whole.text_bytes)
-        stretches = locate_splits(len(whole), share, settings.test or 0.0)
-        training.append(whole.cut(*stretches["training"]))
-        if settings.validation_path is None:
-            validation.append(whole.cut(*stretches["validation"]))
-        if with_test and settings.test is not None:
-            test.append(whole.cut(*stretches["test"]))
+        for split, stretch in locate_splits(len(whole), share, settings.test or 0.0).items():
+            found[split].append(whole.cut(*stretch))
+    training, validation = found["training"], found["validation"]
+    test = found["test"] if with_test and settings.test is not None else []
     if settings.validation_path is not None:
         validation = [_prepare_whole(settings.validation_path, settings, tokenizer, cache)]
-    digests = "".join(file.path.name for file in training + validation)
-    content = hashlib.sha256(digests.encode()).hexdigest()
+    names = "".join(file.path.name for file in [*training, *validation])
+    content = hashlib.sha256(names.encode()).hexdigest()
     return Corpus(_name_corpus(settings), tokenizer, training, validation, test, content)
 
 

@@ -388,9 +388,9 @@ def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[
     records = [problem for file, problem in problems.items() if problem and file.kind != "text"]
     others = [problem for file, problem in problems.items() if problem and file.kind == "text"]
     if not readable:
-        raise DataError(f"{path}: no text files found, only {_abbreviate([*records, *others])}")
+        raise DataError(f"{path}: no text found, only such as {[*records, *others][0]}")
     for skipped in filter(None, (records, others)):
-        warn_once(f"{path}: files are skipped: {_abbreviate(skipped)}")
+        warn_once(f"{path}: {len(skipped)} of {len(files)} files skipped, such as {skipped[0]}")
     numbers = [file.path for file in files if problems[file] and holds_numbers(file.path)]
     if numbers:
         warn_once(f"{numbers[0]}: token numbers are read where the file is named, not its folder")
