@@ -3,17 +3,13 @@
 import io
 import json
 import os
-import select
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gptmini import console
 from gptmini.cli.options import MAX_INPUT_BYTES
-from tests.support import needs_posix
 
 FEW = ["--max-new-tokens", "6"]
 
@@ -59,9 +55,9 @@ def test_json_holds_samples_speed_and_engine(gptmini, run):
     assert 0 < found["time_to_first_token"] < 60
     assert found["engine"] in ("compiled", "torch")
     again = json.loads(gptmini(*words, "--lookup")[1])
-    assert again["samples"] == found["samples"]
     by_draft = json.loads(gptmini(*words, "--draft", run)[1])
-    assert by_draft["samples"] == found["samples"]
+    texts = [[sample["tokens"] for sample in each["samples"]] for each in (found, again, by_draft)]
+    assert texts[0] == texts[1] == texts[2]
     assert by_draft["drafted"] == by_draft["accepted"] > 0
 
 
@@ -267,62 +263,6 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
     monkeypatch.setattr(console, "stream_to_stdout", interrupted)
     assert gptmini("generate", run, "--interactive", "--max-new-tokens", "4")[0] == 0
     assert len(calls) == 3  # a text, the end of its line, and the text of the second prompt
-
-
-@needs_posix
-@pytest.mark.usefixtures("default_signals")
-def test_ctrl_c_in_a_terminal(run, tmp_path):
-    """In a real terminal, a text of a million tokens stops and the prompt comes back."""
-    pty = pytest.importorskip("pty")
-    pid, terminal = pty.fork()
-    if pid == 0:
-        command = ["-m", "gptmini", "generate", run, "-i", "--max-new-tokens", "1000000"]
-        command += ["--set", "sample.bias={a: 100}"]  # a text without an end
-        os.execv(sys.executable, [sys.executable, *command])
-    seen = b""
-
-    def output() -> bytes:
-        """What the program has printed within a second, if anything: a read never blocks."""
-        readable, _, _ = select.select([terminal], [], [], 1)
-        try:
-            return os.read(terminal, 65536) if readable else b""
-        except OSError:  # the program has ended
-            time.sleep(0.1)
-            return b""
-
-    def until(what: bytes, after: int = 0, again: bytes = b"") -> int:
-        """Wait for an output; types `again` for each second in which nothing comes."""
-        nonlocal seen
-        deadline = time.monotonic() + 600
-        while what not in seen[after:] and time.monotonic() < deadline:
-            printed = output()
-            seen += printed
-            if not printed:
-                os.write(terminal, again)
-        return seen.index(what, after) + len(what)
-
-    done = status = 0
-    try:
-        place = until(b"> ")
-        os.write(terminal, b"the\n")
-        place = until(b"aaaa", place)
-        os.write(terminal, b"\x03")
-        place = until(b"\n> ", place)
-        time.sleep(0.5)  # Python misses a Ctrl-C between its prompt and the read that follows
-        os.write(terminal, b"\x03")  # there is no text to stop
-        place = until(b"\n> ", place, again=b"\x03")  # on a busy machine, half a second is short
-        os.write(terminal, b"\x04")
-        deadline = time.monotonic() + 600
-        while not done and time.monotonic() < deadline:
-            output()
-            done, status = os.waitpid(pid, os.WNOHANG)
-    finally:
-        if not done:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        os.close(terminal)
-    assert done
-    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_run_is_suggested_for_a_name_that_is_nearly_its(gptmini):

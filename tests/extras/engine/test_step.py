@@ -4,7 +4,7 @@ import platform
 import random
 import shutil
 import stat
-from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
-from gptmini.extras.engine import build
+from gptmini.extras.engine import build, check
 from gptmini.generate import precision
-from gptmini.model.attention import Attention, make_alibi_bias, make_mask
+from gptmini.model.cache import StaticCache
 from gptmini.model.gpt import GPT
 from tests.extras.engine.samples import LENGTH, models, run, step_of
 from tests.support import needs_posix
@@ -35,56 +35,15 @@ if platform.machine() == "x86_64":
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
 
-def narrow(x: torch.Tensor) -> torch.Tensor:
-    return x.bfloat16().float()
-
-
-def mixed_by_tiles(attn: Attention) -> Callable[..., torch.Tensor]:
-    """`Attention.mix` without a cache, with queries and weights in bfloat16, as AMX takes them."""
-
-    def mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: None) -> torch.Tensor:
-        positions = torch.arange(q.shape[2])
-        bias = torch.where(make_mask(positions, positions, attn.window), 0.0, -torch.inf)
-        if attn.alibi_slopes is not None:
-            bias = bias + make_alibi_bias(positions, positions, attn.alibi_slopes)
-        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
-        scores = narrow(q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + bias
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        return narrow(weights) @ v / weights.sum(-1, keepdim=True)
-
-    return mix
-
-
-def rounded_inputs(model: GPT, weights: str, by_tiles: bool) -> GPT:
-    """The model in torch with the inputs of every product, keys and values rounded likewise."""
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        if weights == "bfloat16":
-            return narrow(x)
-        sizes = x.abs()
-        scale = torch.maximum(sizes.amax(-1, True) / 32767, sizes.sum(-1, True) / 16e6)
-        scale = scale.clamp(min=1e-30)
-        return (x / scale).round() * scale
-
-    def cached(heads: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
-        def project(*inputs: Any) -> tuple[torch.Tensor, ...]:
-            q, k, v = heads(*inputs)
-            return q, narrow(k), narrow(v)
-
-        return project
-
+def compute_rounded(library: CDLL, model: GPT, weights: str, tokens: list[int]) -> torch.Tensor:
+    """The logits (T, V) of torch, with all rounded that the compiled step rounds."""
     model = copy.deepcopy(model)
-    for block in model.blocks:
-        if weights != "float32":
-            block.attn.project_qkv = cached(block.attn.project_qkv)
-        if weights != "float32" and by_tiles:
-            block.attn.mix = mixed_by_tiles(block.attn)
-    for module in model.modules():
-        if weights != "float32" and isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
-    if weights != "float32":  # a tied head is no module
-        model.final_norm.register_forward_hook(lambda _, __, output: rounded(output))
-    return model
+    if weights != "float32":
+        check._round_inputs(library, model, weights)
+    memory = StaticCache(model.config, 1, model.device, torch.float32, max_pass_tokens=LENGTH)
+    positions = torch.arange(LENGTH)[None]
+    cache = memory.select(slice(0, 1), positions, positions >= 0, LENGTH)
+    return model.compute_logits(model.forward_hidden(torch.tensor([tokens]), cache)[0])
 
 
 @needs_compiler
@@ -102,8 +61,8 @@ def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call
     precision.widen_weights(model)
     assert torch.equal(run(step_of(model, weights, 1, target), tokens), alone)
     with torch.no_grad():
-        by_tiles = build.build_library(files.DEFAULT_CACHE_DIR, target).gptmini_attends_by_tiles()
-        expected = rounded_inputs(model, weights, by_tiles)(torch.tensor([tokens]))[0]
+        library = build.build_library(files.DEFAULT_CACHE_DIR, target)
+        expected = compute_rounded(library, model, weights, tokens)
     # Sums in another order may round an input or a key the other way, rarely and by 1/256.
     off = float((alone - expected).norm() / expected.norm())
     assert off < {"float32": 1e-5, "bfloat16": 5e-3, "int8": 2e-3}[weights]
