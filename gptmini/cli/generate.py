@@ -306,22 +306,18 @@ def _describe_speed(generation: "Generation") -> str:
 
 
 def _print_json(run: "Run", generations: "list[Generation]", show_sources: bool) -> None:
+    """Print samples and speed as one JSON object."""
     from gptmini.console import stream_to_stdout
 
-    texts = [text for generation in generations for text in generation.finish()]
-    facts = _build_json(generations)
-    if show_sources:
-        for text, sample in zip(texts, facts["samples"], strict=True):
-            sample["sources"] = run.find_copies(text.text, text.prompt).to_dict()
-    stream_to_stdout([json.dumps(facts), "\n"])
-
-
-def _build_json(generations: "list[Generation]") -> dict[str, Any]:
-    """Return samples and speed as JSON data."""
+    samples: list[dict[str, Any]] = []
+    for text in chain.from_iterable(generation.finish() for generation in generations):
+        samples.append(text.to_dict())
+        if show_sources:
+            samples[-1]["sources"] = run.find_copies(text.text, text.prompt).to_dict()
     n_tokens = sum(generation.n_tokens for generation in generations)
     seconds = sum(generation.seconds for generation in generations)
     facts: dict[str, Any] = {
-        "samples": [text.to_dict() for generation in generations for text in generation.samples],
+        "samples": samples,
         "tokens_per_second": round(n_tokens / max(seconds, 1e-9), 1),
         "time_to_first_token": round(generations[0].time_to_first_token, 4),
         "engine": generations[0].engine,
@@ -329,7 +325,7 @@ def _build_json(generations: "list[Generation]") -> dict[str, Any]:
     if drafted := sum(generation.drafted for generation in generations):
         facts["drafted"] = drafted
         facts["accepted"] = sum(generation.accepted for generation in generations)
-    return facts
+    stream_to_stdout([json.dumps(facts), "\n"])
 
 
 def _read_line() -> str | None:

@@ -10,9 +10,9 @@ these numbers, so they may depend on what else is in the pass.
 Letters: R rows, B rows of a pass, T tokens, N positions that need logits, D width, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,12 +43,13 @@ MIN_KEYS = 256
 PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Computes next-token logits of up to `n_slots` texts, of any lengths."""
 
     name: str
     n_slots: int
 
+    @abstractmethod
     def __call__(self, texts: list[Sequence]) -> list[Tensor]:
         """Compute logits (n_logits, V) for the last tokens of each text, in float32.
 
@@ -56,6 +57,7 @@ class Engine(Protocol):
         Afterwards the cache holds the whole context of each text.
         """
 
+    @abstractmethod
     def prefill_chunk(self, text: Sequence, max_tokens: int = PREFILL_CHUNK) -> bool:
         """Prefill a chunk of a long prompt; return False if the next call can do the rest.
 
@@ -66,10 +68,13 @@ class Engine(Protocol):
         self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
     ) -> dict[Sequence, int]:
         """Draw the next token of each text from its logits (V,), as `filters.draw_tokens` does."""
+        return draw_tokens(copy_to_host(logits), texts, processors)
 
+    @abstractmethod
     def is_current(self, model: GPT) -> bool:
         """Check that this engine computes the model, as it is now."""
 
+    @abstractmethod
     def open_another(self, n_slots: int) -> "Engine":
         """Open an engine of the same model, which shares its weights."""
 
@@ -103,7 +108,7 @@ def copy_to_host(logits: list[Tensor]) -> list[Tensor]:
     return [copy.view(each.shape) for copy, each in zip(on_host, logits, strict=True)]
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Runs texts of any lengths together, on any device, with or without a KV cache."""
 
     name = "torch"
@@ -147,11 +152,6 @@ class TorchEngine:
             return False
         self._prefill([text])
         return True
-
-    def draw(
-        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
-    ) -> dict[Sequence, int]:
-        return draw_tokens(copy_to_host(logits), texts, processors)
 
     def is_current(self, model: GPT) -> bool:
         # The weights are read anew for each token; the cache has their type and device.

@@ -231,14 +231,13 @@ def penalize_presence(logits: Tensor, texts: Texts, processors: Processors) -> T
 
 def limit_first_token(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
     """Rule out the tokens that may not begin a text."""
-    first = [row for row, text in enumerate(texts) if not text.tokens]
-    upload = Compute(logits.device, logits.dtype).copy
+    limits = {row: text.allowed_first for row, text in enumerate(texts) if not text.tokens}
     adjusted = logits
-    for row in first:
-        allowed = texts[row].allowed_first  # (V,)
+    for row, allowed in limits.items():  # (V,)
         if allowed is not None:
             adjusted = logits.clone() if adjusted is logits else adjusted
-            adjusted[row].masked_fill_(~upload(allowed), -torch.inf)
+            ruled_out = ~Compute(logits.device, logits.dtype).copy(allowed)
+            adjusted[row].masked_fill_(ruled_out, -torch.inf)
     return adjusted
 
 

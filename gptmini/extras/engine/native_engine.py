@@ -26,8 +26,7 @@ from torch import Tensor
 from gptmini.extras.engine.fingerprint import Fingerprint
 from gptmini.extras.engine.packing import CACHE_ALIGNMENT, PackedMatrices, create_cache
 from gptmini.extras.engine.step import MAX_CALL_TOKENS, NativeStep
-from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS
-from gptmini.generate.filters import LogitsProcessor, draw_tokens
+from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine
 from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
 
@@ -35,7 +34,7 @@ from gptmini.model.gpt import GPT
 BatchEntry = tuple[int, int, int, bool]
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Runs texts of any lengths together; each has a row of the KV cache, its slot."""
 
     name = "compiled"
@@ -128,11 +127,6 @@ class NativeEngine:
         self._record_prefilled(slot, text, end)
         text.n_cached = end
         return True
-
-    def draw(
-        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
-    ) -> dict[Sequence, int]:
-        return draw_tokens(logits, texts, processors)
 
     def is_current(self, model: GPT) -> bool:
         return self._fingerprint.matches(model)
