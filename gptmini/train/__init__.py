@@ -2,7 +2,10 @@
 
 Read loop.py first, the loop; then step.py (one update), evaluate.py (the loss on held-out text)
 and batches.py (which windows of the text a step reads). state.py says what the loop works on;
-build.py makes that from a plan, checkpoint.py creates, resumes and saves a run, and messages.py is
-what the user reads. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with
-fewer KV heads or a window, and evaluate_run.py measures a trained one.
+build.py makes that from a plan, checkpoint.py creates, resumes and saves a run. What the user sees
+is in messages.py, progress_bar.py and sample.py.
+
+gradients.py adds those of a step, and group.py has what several processes do otherwise: skip both
+at first. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with fewer KV
+heads or a window, and evaluate_run.py measures a trained one.
 """

@@ -77,24 +77,22 @@ def build_training(
         optimizer = group.create_optimizer(model, train, compute)
     else:
         optimizer = Optimizer.wrap(own.optimizer(model), model)
+    build_token_bias(corpus.tokenizer, config.sample)  # refuses now what a sample would
     return Training(
+        plan=plan,
         config=config,
-        request=plan.request.stated,
         run=run,
         corpus=corpus,
+        compute=compute,
+        group=group,
+        own=own,
         model=model,
         compute_loss=compute_loss,
         optimizer=optimizer,
         batches=batches,
         micro_batches=micro_batches,
         gradients=group.create_gradients(model, train.reduce, n),
-        group=group,
-        compute=compute,
         progress=progress,
-        bias=build_token_bias(corpus.tokenizer, config.sample),
-        text_size=plan.text_size,
-        steps_follow_minutes=plan.request.steps_follow_minutes,
-        own=own,
         started=plan.machine.started,
     )
 

@@ -66,7 +66,7 @@ def _resume(training: Training, existing: Config) -> None:
             f"from {config.base.run}"
         )
     if training.step < config.train.steps:
-        group.on_rank_zero(lambda: run.write_config(config, training.request))
+        group.on_rank_zero(lambda: run.write_config(config, training.plan.request.stated))
 
 
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
@@ -111,7 +111,8 @@ def create_run(training: Training) -> None:
     """Write a new run whose weights follow from its seed, without a checkpoint."""
     run = training.run
     tokenizer = training.corpus.tokenizer
-    training.group.on_rank_zero(lambda: run.create(training.config, tokenizer, training.request))
+    request = training.plan.request.stated
+    training.group.on_rank_zero(lambda: run.create(training.config, tokenizer, request))
 
 
 def create_run_with_weights(training: Training) -> None:

@@ -59,7 +59,7 @@ def train(
         if _is_finished(training):
             say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
             return False
-        say_header_lines(training, plan)
+        say_header_lines(training)
         weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
         # A checkpoint holds the weights and up to two moments of each in the optimizer.
         group.on_rank_zero(lambda: run.check_space(3 * weight_bytes))
@@ -227,7 +227,7 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
         )
     )
     if steps > config.train.steps:
-        useful = compute_useful_steps(config, training.text_size)
+        useful = compute_useful_steps(config, training.plan.text_size)
         steps = max(config.train.steps, int(min(steps, useful)))
     if config.train.minutes and steps != config.train.steps:
         training.config = config.with_train(steps=steps)

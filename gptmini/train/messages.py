@@ -7,7 +7,6 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
-from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import Training
@@ -20,14 +19,14 @@ SHOWN_WINDOWS = 4
 MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
-def say_header_lines(training: Training, plan: Plan) -> None:
+def say_header_lines(training: Training) -> None:
     """Show the model, the machine and the length of the run."""
     say_header(_describe_model(training))
     say_header(_describe_recipe(training))
-    say_header(_describe_machine(training, plan))
+    say_header(_describe_machine(training))
     train = training.config.train
-    epochs = count_epochs(training.config, training.text_size)
-    say_header(_describe_length(training, plan, epochs))
+    epochs = count_epochs(training.config, training.plan.text_size)
+    say_header(_describe_length(training, epochs))
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
@@ -39,7 +38,7 @@ def say_header_lines(training: Training, plan: Plan) -> None:
             f"the same"
         )
     if not training.steps_follow_minutes:  # else the minutes decide, and how long the text is
-        _warn_of_many_epochs(training.config, training.text_size)
+        _warn_of_many_epochs(training.config, training.plan.text_size)
 
 
 def _warn_of_many_epochs(config: Config, text: TextSize) -> None:
@@ -70,7 +69,7 @@ def _describe_model(training: Training) -> str:
 def _describe_recipe(training: Training) -> str:
     model = training.config.model
     train = training.config.train
-    size = "small text: " if is_text_small(training.config, training.text_size) else ""
+    size = "small text: " if is_text_small(training.config, training.plan.text_size) else ""
     parts = []
     if training.own.optimizer is not None:
         parts.append(type(training.optimizer.optimizers[0]).__name__)
@@ -92,7 +91,7 @@ def _describe_optimizer(train: TrainConfig) -> list[str]:
     return parts
 
 
-def _describe_machine(training: Training, plan: Plan) -> str:
+def _describe_machine(training: Training) -> str:
     train = training.config.train
     progress = training.progress
     parts = [
@@ -104,12 +103,12 @@ def _describe_machine(training: Training, plan: Plan) -> str:
         parts.append("deterministic")
     if training.group.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
-    if train.compile == "on" and plan.compile_outcome:
-        parts.append(f"compile on: {plan.compile_outcome}")
+    if train.compile == "on" and training.plan.compile_outcome:
+        parts.append(f"compile on: {training.plan.compile_outcome}")
     elif train.compile == "on":
         parts.append("compile on")
-    elif plan.compile_outcome:
-        parts.append(plan.compile_outcome)
+    elif training.plan.compile_outcome:
+        parts.append(training.plan.compile_outcome)
     return "; ".join(parts)
 
 
@@ -121,7 +120,7 @@ def _describe_memory(memory: cost.Memory) -> str:
     )
 
 
-def _describe_length(training: Training, plan: Plan, epochs: float) -> str:
+def _describe_length(training: Training, epochs: float) -> str:
     train = training.config.train
     step_tokens = train.batch_size * training.config.seq_len
     line = (
@@ -130,8 +129,8 @@ def _describe_length(training: Training, plan: Plan, epochs: float) -> str:
     )
     if training.step:
         line += f"; resuming after step {training.step:,}"
-    if plan.seconds_per_step is not None and training.step < train.steps:
-        seconds_left = (train.steps - training.step) * plan.seconds_per_step
+    if training.plan.seconds_per_step is not None and training.step < train.steps:
+        seconds_left = (train.steps - training.step) * training.plan.seconds_per_step
         if seconds_left >= 1:
             line += f"; about {format_duration(seconds_left)} left"
         else:
@@ -152,7 +151,7 @@ def describe_how_to_continue(training: Training) -> str:
     settings = training.config.train
     best = training.progress.best
     if training.step >= settings.steps or best is None:
-        useful = compute_useful_steps(training.config, training.text_size)
+        useful = compute_useful_steps(training.config, training.plan.text_size)
         if training.steps_follow_minutes and settings.steps + 1 > useful:
             return "more epochs of so short a text would make the model worse"
         option = "--minutes" if training.steps_follow_minutes else "--steps"

@@ -7,7 +7,7 @@ from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.sequence import Sequence, allow_any_but_end, encode_start
+from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
 from gptmini.train.state import Training
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
@@ -26,6 +26,7 @@ def generate_sample(training: Training) -> str:
     tokenizer = training.corpus.tokenizer
     context_length = training.config.model.context_length
     tokens = encode_start(tokenizer, settings)
+    bias = build_token_bias(tokenizer, settings)  # (V,), if there is any
     text = Sequence(
         0,
         tokens,
@@ -38,7 +39,7 @@ def generate_sample(training: Training) -> str:
     started = time.perf_counter()
     seconds = _get_sample_seconds(training)
     with training.enter_inference(), machine.allow_varying_algorithms():
-        drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, training.bias)
+        drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, bias)
         for _, token, _ in drawn:
             text.decode_token(token)
             if time.perf_counter() - started > seconds:

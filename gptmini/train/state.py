@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer
     from gptmini.plan.cuda_graph import Loss
-    from gptmini.plan.recipe import TextSize
+    from gptmini.plan.plan import Plan
     from gptmini.runs.directory import RunDirectory
     from gptmini.runs.progress import Progress
     from gptmini.train.batches import Batches
@@ -53,29 +53,27 @@ class CustomParts:
 class Training:
     """Everything that the loop works on.
 
-    `request` is what was asked of the run, `config` what became of it.
-    On several processes, each has one: `batches` reads this rank's rows, and `micro_batches` are
-    this rank's, by their number in the step. `placement` and `checkpoints` hide whether the model
-    is whole or sharded.
+    Of several processes, each has one: `micro_batches` are those of its rank, by their number in
+    the step, and `batches` reads their rows.
     """
 
+    # The run, and what was planned for it; `config` is the plan's until the minutes change it.
+    plan: Plan
     config: Config
-    request: Config
     run: RunDirectory
     corpus: Corpus
+    compute: Compute
+    group: Group
+    own: CustomParts
+    # What an update works on.
     model: GPT
     compute_loss: Loss
     optimizer: Optimizer
     batches: Batches
     micro_batches: list[int]
     gradients: Gradients
-    group: Group
-    compute: Compute
     progress: Progress
-    bias: Tensor | None  # (V,), of the samples
-    text_size: TextSize
-    steps_follow_minutes: bool
-    own: CustomParts
+    # What the loop remembers from one step to the next.
     started: float  # when the run would have begun, had it never stopped
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LOSSES))
     saved_step: int | None = None  # the step of the newest checkpoint
@@ -89,6 +87,11 @@ class Training:
     def step(self) -> int:
         """Updates made."""
         return self.progress.step
+
+    @property
+    def steps_follow_minutes(self) -> bool:
+        """Whether the number of steps follows `train.minutes`, since none was requested."""
+        return self.plan.request.steps_follow_minutes
 
     def compute_rate(self) -> float:
         """Return the learning rate of the next update."""

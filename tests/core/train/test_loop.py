@@ -406,7 +406,7 @@ def test_more_epochs_than_are_useful_get_a_warning(
     config = tiny(data={"path": str(text_file)}, model={"d_model": width}, train={"steps": steps})
     plan = make_plan(config, None, tmp_path / "cache")
     training = build.build_training(plan, RunDirectory(tmp_path / "run"))
-    say_header_lines(training, plan)
+    say_header_lines(training)
     assert ("times;" in (said := capsys.readouterr().err)) == (warning is not None)
     assert warning is None or f"warning: {warning} use more text or fewer steps\n" in said
 
