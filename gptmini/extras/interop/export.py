@@ -24,7 +24,7 @@ from gptmini.extras.interop import architectures, gguf, gguf_reader, huggingface
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.folding import fold
 from gptmini.generate.run import Run, load_run
-from gptmini.model.gpt import GPT
+from gptmini.model.gpt import create_undrawn
 from gptmini.tokenizer.foreign import SPACE
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 from gptmini.train.evaluate_run import load_held_out
@@ -181,8 +181,8 @@ def check_logits(
 @torch.inference_mode()
 def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
     """Return the logits (B, T, V) of tokens (B, T)."""
-    model = GPT(config).eval()
-    model.load_state_dict(weights)
+    model = create_undrawn(config).eval()
+    model.load_state_dict({name: each.float() for name, each in weights.items()}, assign=True)
     return model(tokens)
 
 

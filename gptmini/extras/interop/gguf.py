@@ -151,7 +151,7 @@ def write_gguf(
             rows = interleave_halves(tensor, config.n_kv_head)
         parts.setdefault(gguf_name(name, architecture), []).append(rows)
     for name, tensors in parts.items():
-        tensor = torch.cat(tensors)
+        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         stored_type = choose_type(name, tensor, to)
         stored = gguf.quants.quantize(tensor.numpy(), stored_type)
         writer.add_tensor(name, stored, raw_dtype=stored_type)
