@@ -334,7 +334,7 @@ def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
             parts[name] = [torch.zeros(config.d_model)]
     hf_weights = {}
     for name, tensors in parts.items():
-        tensor = torch.cat(tensors)
+        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]  # copy no large one
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             tensor = tensor.mT
         hf_weights[name] = tensor.contiguous()
@@ -453,23 +453,37 @@ def from_hf_config(
     _check_supported(hf_config, architecture, where)
     try:
         settings = _convert_settings(hf_config, model_type, where)
-        max_length = settings["context_length"]
-        settings["context_length"] = min(context_length or DEFAULT_CONTEXT_LENGTH, max_length)
-        origins: Origins = {("model",): str(where)}
-        for name, key in architecture.config_keys.items():
-            origins["model", name] = f"{where}: {key}"
-        config = validate({"model": settings}, origins).model
-    except ConfigError as error:
-        key, _, problem = error.lines[0].removeprefix(f"{where}: ").partition(": ")
-        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
-        raise CheckpointError(f"{where}: {key}: {problem}; choose another model") from None
+        return validate_settings(settings, architecture.config_keys, where, context_length)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         problem = describe_lookup_error(error)
         raise CheckpointError(f"{where}: {problem}; restore the original file") from None
+
+
+def validate_settings(
+    settings: dict[str, Any], keys: dict[str, str], where: Path, context_length: int | None
+) -> ModelConfig:
+    """Validate the section `model` of a foreign file, with a context of at most 2048 by default.
+
+    `keys` are the file's names of our settings, for CheckpointError. Raises ConfigError for a
+    `context_length` that the model does not have.
+    """
+    max_length = settings["context_length"]
+    settings = settings | {
+        "context_length": min(context_length or DEFAULT_CONTEXT_LENGTH, max_length)
+    }
+    origins: Origins = {("model",): str(where)}
+    for name, key in keys.items():
+        origins["model", name] = f"{where}: {key}"
+    try:
+        config = validate({"model": settings}, origins).model
+    except ConfigError as error:
+        problem = error.lines[0].removeprefix(str(where))
+        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
+        raise CheckpointError(f"{where}{problem}; choose another model") from None
     if context_length is not None and context_length > max_length:
-        key = architecture.config_keys["context_length"]
         raise ConfigError(
-            f"--context-length {context_length}: {key} is {max_length}; use at most that"
+            f"--context-length {context_length}: {keys['context_length']} is {max_length}; use at "
+            f"most that"
         )
     return config
 
@@ -497,11 +511,11 @@ def _check_supported(hf_config: dict[str, Any], architecture: Architecture, wher
     for key, allowed in supported.items():
         default = allowed[0]
         if hf_config.get(key, default) not in allowed:
-            raise _make_unsupported_error(where, key, hf_config[key])
+            raise make_unsupported_error(where, key, repr(hf_config[key]))
 
 
-def _make_unsupported_error(where: Path, key: str, value: object) -> CheckpointError:
-    shown = shorten(repr(value), 120)
+def make_unsupported_error(where: Path, key: str, value: object) -> CheckpointError:
+    shown = shorten(value, 120)
     return CheckpointError(f"{where}: {key}: {shown} is not supported; choose another model")
 
 
@@ -568,7 +582,7 @@ def _convert_rope(hf_config: dict[str, Any], where: Path) -> dict[str, Any]:
     shares = (scaling.get("partial_rotary_factor"), hf_config.get("partial_rotary_factor"))
     for share in shares:
         if share not in (None, 1):
-            raise _make_unsupported_error(where, "partial_rotary_factor", share)
+            raise make_unsupported_error(where, "partial_rotary_factor", share)
 
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type == "llama3":
@@ -582,7 +596,7 @@ def _convert_rope(hf_config: dict[str, Any], where: Path) -> dict[str, Any]:
         settings["rope_scaling"] = [factor, *ALL_FREQUENCIES, context]
     # "dynamic" changes nothing in texts of at most max_position_embeddings, and no run has more.
     elif rope_type not in ("default", "dynamic"):
-        raise _make_unsupported_error(where, "rope_scaling", rope_type)
+        raise make_unsupported_error(where, "rope_scaling", repr(rope_type))
     return settings
 
 
@@ -614,7 +628,7 @@ def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> 
             for layer in layers
         ]
     if any(each not in ("full_attention", "sliding_attention") for each in layer_types):
-        raise _make_unsupported_error(where, "layer_types", layer_types)
+        raise make_unsupported_error(where, "layer_types", layer_types)
     is_full = [layer_type == "full_attention" for layer_type in layer_types]
     if all(is_full):
         return {}
@@ -623,4 +637,4 @@ def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> 
     for full_every in range(1, len(layers) + 1):
         if is_full == [(layer + 1) % full_every == 0 for layer in layers]:
             return {"window": window, "full_every": full_every}
-    raise _make_unsupported_error(where, "layer_types", layer_types)
+    raise make_unsupported_error(where, "layer_types", layer_types)

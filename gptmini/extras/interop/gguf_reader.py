@@ -16,16 +16,13 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.config.load import Origins, validate
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import (
-    CheckpointError,
-    ConfigError,
-    describe_lookup_error,
-    describe_os_error,
-    shorten,
+from gptmini.errors import CheckpointError, describe_lookup_error, describe_os_error, shorten
+from gptmini.extras.interop.architectures import (
+    check_tensor,
+    make_unsupported_error,
+    validate_settings,
 )
-from gptmini.extras.interop.architectures import DEFAULT_CONTEXT_LENGTH, check_tensor
 from gptmini.extras.interop.gguf import METADATA_KEYS, gguf_name, import_gguf, separate_halves
 from gptmini.extras.interop.gguf_tokenizer import read_tokenizer
 from gptmini.extras.interop.huggingface import check_no_lfs_pointer
@@ -155,11 +152,11 @@ def _find_architecture(metadata: dict[str, Any], path: Path) -> str:
     for key, supported in SUPPORTED_VALUES.items():
         value = metadata.get(f"{name}.{key}", supported[0])
         if value not in supported:
-            raise _make_unsupported_error(path, f"{name}.{key}", value)
+            raise make_unsupported_error(path, f"{name}.{key}", value)
     for key in NUMERIC_KEYS:
         value = metadata.get(f"{name}.{key}", 0)
         if type(value) not in (int, float):
-            raise _make_unsupported_error(path, f"{name}.{key}", repr(value))
+            raise make_unsupported_error(path, f"{name}.{key}", repr(value))
     return name
 
 
@@ -178,13 +175,6 @@ def _read_settings(
         setting: metadata.get(f"{name}.{key}", defaults.get(setting))
         for setting, key in METADATA_KEYS.items()
     }
-    max_length = settings["context_length"]
-    settings["context_length"] = min(context_length or DEFAULT_CONTEXT_LENGTH, max_length)
-    if context_length is not None and context_length > max_length:
-        raise ConfigError(
-            f"--context-length {context_length}: {name}.context_length is {max_length}; use at "
-            f"most that"
-        )
     kind = "layer_norm_rms" if architecture.norm == "rmsnorm" else "layer_norm"
     settings["norm_eps"] = metadata[f"{name}.attention.{kind}_epsilon"]
     settings["norm"] = architecture.norm
@@ -203,37 +193,25 @@ def _read_settings(
     }
     n_rotated = metadata.get(f"{name}.rope.dimension_count", settings["head_dim"])
     if architecture.position == "rope" and n_rotated != settings["head_dim"]:
-        raise _make_unsupported_error(path, f"{name}.rope.dimension_count", n_rotated)
+        raise make_unsupported_error(path, f"{name}.rope.dimension_count", n_rotated)
     if ROPE_FACTORS_TENSOR in stored:
         factors = _read_tensor(stored[ROPE_FACTORS_TENSOR], path).float()  # (K/2,)
         settings["rope_scaling"] = _find_rope_scaling(factors, settings, path)
-    origins: Origins = {("model",): str(path)}
-    for setting, key in METADATA_KEYS.items():
-        origins["model", setting] = f"{path}: {name}.{key}"
-    try:
-        return validate({"model": settings}, origins).model
-    except ConfigError as error:
-        problem = error.lines[0].removeprefix(str(path))
-        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
-        raise CheckpointError(f"{path}{problem}; choose another model") from None
+    keys = {setting: f"{name}.{key}" for setting, key in METADATA_KEYS.items()}
+    return validate_settings(settings, keys, path, context_length)
 
 
 def _find_rope_scaling(factors: Tensor, settings: dict[str, Any], path: Path) -> list[float]:
     """Return the scaling by which each frequency is divided by its factor, (K/2,)."""
     if factors.shape != (settings["head_dim"] // 2,):
-        raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, tuple(factors.shape))
+        raise make_unsupported_error(path, ROPE_FACTORS_TENSOR, tuple(factors.shape))
     exponents = torch.arange(len(factors)) / len(factors)  # (K/2,)
     frequencies = settings["rope_theta"] ** -exponents
     for scaling in LLAMA3_SCALINGS:
         expected = frequencies / scale_frequencies(frequencies, scaling)
         if torch.allclose(factors, expected, rtol=1e-4):
             return scaling
-    raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, "another scaling than Llama 3.1's")
-
-
-def _make_unsupported_error(path: Path, key: str, value: object) -> CheckpointError:
-    shown = shorten(value, 120)
-    return CheckpointError(f"{path}: {key}: {shown} is not supported; choose another model")
+    raise make_unsupported_error(path, ROPE_FACTORS_TENSOR, "another scaling than Llama 3.1's")
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -291,7 +269,7 @@ def _read_tensor(stored: Any, path: Path) -> Tensor:
         return _dequantize(stored)
     except NotImplementedError:
         kind = stored.tensor_type.name
-        raise _make_unsupported_error(path, f"tensor {stored.name}", kind) from None
+        raise make_unsupported_error(path, f"tensor {stored.name}", kind) from None
 
 
 def _dequantize(stored: Any) -> Tensor:

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gptmini.errors import CheckpointError, ConfigError, shorten
+from gptmini.errors import ConfigError
+from gptmini.extras.interop.architectures import make_unsupported_error
 from gptmini.extras.interop.tokenizer_json import (
     build_added_token,
     build_post_processor,
@@ -197,7 +198,7 @@ def read_tokenizer(metadata: JsonObject, path: Path) -> Tokenizer:
     elif model == "gpt2":
         content |= _build_byte_level(metadata, numbers, path)
     else:
-        raise _make_unsupported_error(path, "tokenizer.ggml.model", model)
+        raise make_unsupported_error(path, "tokenizer.ggml.model", model)
 
     def find_token(key: str) -> int | None:
         """Return the number of a special token, None if the vocabulary has no such token."""
@@ -235,7 +236,7 @@ def _build_byte_level(metadata: JsonObject, numbers: dict[str, int], path: Path)
     patterns = {name: pattern for pattern, name in KNOWN_PATTERNS.values() if name}
     name = _get_pattern_name(metadata)
     if name not in patterns:
-        raise _make_unsupported_error(path, "tokenizer.ggml.pre", name)
+        raise make_unsupported_error(path, "tokenizer.ggml.pre", name)
     merges = [
         merge
         for merge in metadata["tokenizer.ggml.merges"]
@@ -282,9 +283,3 @@ def _build_sentencepiece(metadata: JsonObject, numbers: dict[str, int]) -> JsonO
             "merges": merges,
         },
     }
-
-
-def _make_unsupported_error(path: Path, key: str, value: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {key}: {shorten(value)} is not supported; choose another model"
-    )

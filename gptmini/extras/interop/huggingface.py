@@ -40,7 +40,6 @@ INDEX_FILE = "model.safetensors.index.json"
 STANDARD_USES = {f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 LFS_POINTER = b"version https://git-lfs"
-MAX_SHARD_BYTES = 5_000_000_000
 HEAD_NAME = "lm_head.weight"  # in every architecture
 # Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
 BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -374,38 +373,9 @@ def write_folder(
         files.write_and_sync(folder / name, [text.encode()])
     card = _build_model_card(run, model_type).encode(errors="replace")  # its name may be any bytes
     files.write_and_sync(folder / "README.md", [card])
-    _write_tensors(folder, architectures.to_hf(model_type, config, weights))
+    hf_weights = architectures.to_hf(model_type, config, weights)
+    write_tensors(folder / WEIGHTS_FILE, hf_weights, {"format": "pt"})
     files.sync_directory(folder)
-
-
-def _write_tensors(folder: Path, tensors: Tensors) -> None:
-    """Write tensors as one file or, if they are large, as several with an index."""
-    shards = _split_into_shards(tensors)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS_FILE
-        if len(shards) > 1:
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_tensors(folder / file, shard, {"format": "pt"})
-        for name in shard:
-            weight_map[name] = file
-    if len(shards) > 1:
-        total_size = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        files.write_and_sync(folder / INDEX_FILE, [json.dumps(index, indent=2).encode()])
-
-
-def _split_into_shards(tensors: Tensors) -> list[Tensors]:
-    """Fill one shard after the other; a tensor larger than a shard has one to itself."""
-    shards: list[Tensors] = [{}]
-    shard_bytes = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = tensor
-        shard_bytes += tensor.nbytes
-    return shards
 
 
 def _build_generation_config(run: Run) -> dict[str, Any]:

@@ -476,28 +476,6 @@ def test_any_model_ends_in_a_proven_export_or_in_a_refusal_that_names_a_setting(
     )
 
 
-def test_shards_are_filled_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 4 * 10)
-    sizes = {"a": 5, "b": 5, "c": 1, "d": 5, "e": 3, "f": 20, "g": 1, "h": 9}
-    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
-    shards = huggingface._split_into_shards(tensors)
-    assert ["".join(shard) for shard in shards] == ["ab", "cde", "f", "gh"]
-
-
-def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
-    run = run_of(tmp_path / "run")
-    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 40_000)
-    export_run(run, tmp_path / "out")
-    shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
-    assert len(shards) > 2
-    assert all(shard.stat().st_size < 60_000 for shard in shards)
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
-    again = import_model(tmp_path / "out", tmp_path / "short", 20, tmp_path)
-    assert (back.config.seq_len, again.config.seq_len) == (40, 20)
-    tokens = torch.arange(20)[None]
-    torch.testing.assert_close(back.model(tokens), again.model(tokens))
-
-
 def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     run = run_of(tmp_path / "run", activation="gelu")
     with pytest.raises(ConfigError, match=r"model.attention.qk_norm: True, but must be False in"):

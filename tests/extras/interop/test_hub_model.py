@@ -13,12 +13,14 @@ import pytest
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 from huggingface_hub import constants, file_download
+from safetensors.torch import load, save
 
 from gptmini.data import hub
 from gptmini.extras.interop import hub_model
 from gptmini.extras.interop import import_model as importing
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.hub_model import ModelName, parse_model_name
+from gptmini.extras.interop.huggingface import INDEX_FILE
 from gptmini.extras.interop.import_model import import_model
 from gptmini.generate.run import load_run
 from gptmini.runs.directory import RunDirectory
@@ -152,22 +154,22 @@ def test_a_connection_that_breaks_is_taken_up_where_it_broke(
     assert starts == ["", "20000-", "23000-"]
 
 
-def test_shards_are_those_of_the_index(gptmini, local_hub, published, tmp_path, monkeypatch):
-    monkeypatch.setattr("gptmini.extras.interop.huggingface.MAX_SHARD_BYTES", 20_000)
-    run_of(tmp_path / "run")
-    export_run(tmp_path / "run", tmp_path / "hf")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    shards = {name for name in files if name.startswith("model-")}
-    assert len(shards) > 2
+def test_shards_are_those_of_the_index(gptmini, local_hub, published, tmp_path):
+    local_hub.add(NAME, published)
+    assert gptmini("import", NAME, "--out", "runs/whole")[0] == 0
+    tensors = load(published["model.safetensors"])
+    shards = {name: f"model-{n % 3}.safetensors" for n, name in enumerate(tensors)}
+    files = published | {INDEX_FILE: json.dumps({"weight_map": shards}).encode()}
+    for shard in set(shards.values()):
+        files[shard] = save({name: tensors[name] for name in tensors if shards[name] == shard})
     local_hub.add(NAME, files | {"consolidated.safetensors": b"x", "model.safetensors": b"x"})
     assert gptmini("import", NAME)[0] == 0
-    import_model(tmp_path / "hf", tmp_path / "direct", cache=tmp_path)
-    assert weights_of(Path("runs/Tiny-1M")) == weights_of(tmp_path / "direct")
+    assert weights_of(Path("runs/Tiny-1M")) == weights_of(Path("runs/whole"))
     assert not local_hub.downloads("consolidated")
-    local_hub.add(NAME, {name: files[name] for name in files if name != min(shards)})
+    local_hub.add(NAME, {name: files[name] for name in files if name != "model-0.safetensors"})
     code, _, err = gptmini("import", NAME, "--out", "runs/other")
     assert code == 4
-    assert f"{min(shards)}: missing there, though model.safetensors.index.json names it" in err
+    assert f"model-0.safetensors: missing there, though {INDEX_FILE} names it" in err
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(gptmini, local_hub, published):
