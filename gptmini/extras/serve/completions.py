@@ -6,10 +6,9 @@ settings of `sample` have a model already, which checks theirs.
 """
 
 import asyncio
-import codecs
 import secrets
 import time
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError, shorten
 from gptmini.extras.serve.limits import Limits
-from gptmini.extras.serve.scheduler import Callback, Request, TokenEvents
+from gptmini.extras.serve.scheduler import Request, TokenEvents
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.sequence import Sequence
@@ -48,22 +47,6 @@ FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "docu
 
 class TooLongError(ConfigError):
     """A prompt that does not fit the model's context."""
-
-
-def _create_decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("replace")
-
-
-@dataclass
-class _Choice:
-    """One text of the response, and what was sent of it."""
-
-    request: Request
-    unsent_echo: str  # the prompt, until the first events bring it
-    text_offset: int  # where the next token begins
-    n_named: int  # unscored tokens of a prompt that may name special tokens
-    # Counts the characters of tokens; a character may come in several of them.
-    decoder: codecs.IncrementalDecoder = field(default_factory=_create_decoder)
 
 
 class Completion:
@@ -119,21 +102,19 @@ class Completion:
         self._events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
         self._tokenizer = run.tokenizer
         self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
-        # Names that are text of a prompt but not of its tokens decoded.
-        self._undecoded = {
-            number: name
-            for number, name in self._special.items()
-            if not run.tokenizer.decode_token(number)
-        }
-        self._choices: list[_Choice] = []
-        for index, text in enumerate(texts):
-            callback = self._create_callback(index)
-            request = Request(
-                text, self.sample, logits_processor, n_logprobs, self._score_prompt, callback
+        self.requests = [
+            Request(
+                text,
+                self.sample,
+                logits_processor,
+                n_logprobs,
+                self._score_prompt,
+                callback=partial(self._receive, index),
             )
-            may_name = fields["special"] and isinstance(prompts[index // n], str)
-            self._choices.append(self._create_choice(request, echo, may_name))
-        self.requests = [choice.request for choice in self._choices]
+            for index, text in enumerate(texts)
+        ]
+        # The prompts, until the first events bring them.
+        self._unsent_echoes = [text.prompt if echo else "" for text in texts]
 
         self._common_fields: dict[str, Any] = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -168,27 +149,8 @@ class Completion:
             )
         return text
 
-    def _create_choice(self, request: Request, echo: bool, may_name: bool) -> _Choice:
-        """Create the choice of a text; `may_name` if its prompt may name special tokens."""
-        text = request.text
-        # If the first token brings the prompt's last space, its text begins there.
-        text_offset = len(text.prompt) - text.repeats_space
-        n_named = 0
-        if request.score_prompt:
-            # Also what a whole text loses, such as a space before its first word.
-            spellings = map(self._tokenizer.decode_token, text.prompt_tokens)
-            text_offset -= len(b"".join(spellings).decode(errors="replace"))
-            if may_name and text.prompt:
-                n_named = len(text.prompt_tokens)
-                names = [self._undecoded.get(token, "") for token in text.prompt_tokens]
-                text_offset -= sum(map(len, names))
-        return _Choice(request, text.prompt if echo else "", text_offset, n_named)
-
-    def _create_callback(self, index: int) -> Callback:
-        def receive(events: TokenEvents | Exception) -> None:
-            self._events.put_nowait((index, events))
-
-        return receive
+    def _receive(self, index: int, events: TokenEvents | Exception) -> None:
+        self._events.put_nowait((index, events))
 
     async def wait_for_events(self) -> tuple[int, TokenEvents | Exception]:
         """Wait for the next events of any text; return its index and the events."""
@@ -217,9 +179,9 @@ class Completion:
 
     def build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
         """Build what these events add to a text."""
-        choice = self._choices[index]
-        echo = choice.unsent_echo
-        choice.unsent_echo = ""
+        request = self.requests[index]
+        echo = self._unsent_echoes[index]
+        self._unsent_echoes[index] = ""
         finish_reason = FINISH_REASONS.get(events[-1].finish_reason or "")
         if self._n_hidden:
             finish_reason = "length"
@@ -227,11 +189,11 @@ class Completion:
         built = {
             "index": index,
             "text": echo + "".join(event.characters for event in events),
-            "logprobs": self._build_logprobs(choice, events),
+            "logprobs": self._build_logprobs(request, events),
             "finish_reason": finish_reason,
         }
         if self.finds_copies and finish_reason:
-            text = choice.request.text
+            text = request.text
             generated = "" if self._n_hidden else text.text
             built["sources"] = self._find_copies(generated, text.prompt).to_dict()
         return built
@@ -240,13 +202,12 @@ class Completion:
         """Tell whether a choice is worth an event of its own in a stream."""
         return bool(choice["text"] or choice["logprobs"] or choice["finish_reason"])
 
-    def _build_logprobs(self, choice: _Choice, events: TokenEvents) -> dict[str, Any] | None:
-        if choice.request.n_logprobs is None:
+    def _build_logprobs(self, request: Request, events: TokenEvents) -> dict[str, Any] | None:
+        if request.n_logprobs is None:
             return None
         tokens: list[str] = []
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
-        text_offsets: list[int] = []
         for event in events:
             name = self._spell_token(event.token)
             top: dict[str, float] | None = None
@@ -259,18 +220,7 @@ class Completion:
             tokens.append(name)
             token_logprobs.append(event.logprob)
             top_logprobs.append(top)
-            text_offsets.append(max(0, choice.text_offset))  # a prompt lacks the BOS before it
-            spelling = self._tokenizer.decode_token(event.token)
-            choice.text_offset += len(choice.decoder.decode(spelling))
-            if choice.n_named:
-                choice.n_named -= 1
-                choice.text_offset += len(self._undecoded.get(event.token, ""))
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": text_offsets,
-        }
+        return {"tokens": tokens, "token_logprobs": token_logprobs, "top_logprobs": top_logprobs}
 
     def _spell_token(self, token: int) -> str:
         """Spell a token; part of a character as OpenAI writes it: bytes:\\xe2\\x80."""

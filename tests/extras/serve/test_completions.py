@@ -63,27 +63,6 @@ def test_usage_counts_a_prompt_once_however_many_texts_continue_it():
     }
 
 
-def test_offsets_find_each_token_in_prompt_and_text():
-    ranks = bpe.learn_bpe([WORDS * 20], 290)
-    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 290})
-    run = run_of(tokenizer=tokenizer)
-    only_ascii = {str(token): -100 for token in [*range(128, 256), 290]}
-    for prompt in ("the ", "the", "a mat. the "):
-        completion = complete(
-            run, prompt=prompt, logprobs=0, logit_bias=only_ascii, max_tokens=5, temperature=0
-        )
-        (events,) = generate(run, completion)
-        choice = completion.build_choice(0, events)
-        whole = prompt + choice["text"]
-        tokens = [tokenizer.decode_token(event.token) for event in events]
-        place = len(whole.encode()) - sum(len(token) for token in tokens)
-        assert place == len(prompt) - prompt.endswith(" ")  # a word brings the space before it
-        for token, offset in zip(tokens, choice["logprobs"]["text_offset"], strict=True):
-            before = whole.encode()[:place].decode(errors="ignore")
-            assert offset == len(before)
-            place += len(token)
-
-
 def test_a_prompt_that_is_scored_keeps_its_last_space():
     ranks = bpe.learn_bpe([WORDS * 20], 290)
     tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 290})
@@ -133,26 +112,6 @@ def test_special_tokens_are_read_in_text_unless_a_request_says_no():
     assert request.text.prompt_tokens == list(prompt.encode())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "special", "offsets"),
-    [
-        ("a<|endoftext|>b", True, [0, 1, 14]),
-        ("<|endoftext|><|endoftext|>é", True, [0, 13, 26, 26]),
-        ([97, 256, 98], True, [0, 1, 1]),
-        ("", True, [0]),
-        ("ab", False, [0, 1]),
-    ],
-)
-def test_text_offsets_count_the_names_of_special_tokens(prompt, special, offsets):
-    run = run_of()
-    completion = complete(run, prompt=prompt, special=special, echo=True, logprobs=0, max_tokens=1)
-    text = completion.requests[0].text
-    events = [TokenEvent("", token, -1.0, [], None) for token in text.prompt_tokens]
-    events.append(TokenEvent("c", 99, -1.0, [], "length"))
-    choice = completion.build_choice(0, events)
-    assert choice["logprobs"]["text_offset"] == [*offsets, len(choice["text"]) - 1]
-
-
 @pytest.mark.parametrize("special", [True, False])
 def test_the_token_before_a_prompt_is_no_part_of_its_text(special):
     run = run_of()
@@ -165,7 +124,6 @@ def test_the_token_before_a_prompt_is_no_part_of_its_text(special):
     events.append(TokenEvent("c", 99, -1.0, [], "length"))
     choice = completion.build_choice(0, events)
     assert choice["text"] == "abc"
-    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
     (request,) = complete(run, prompt=[97, 98], **fields).requests
     assert request.text.prompt_tokens == [97, 98]
 
