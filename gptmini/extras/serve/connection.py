@@ -71,8 +71,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """End the connection in some seconds, whatever it sends, unless another state begins."""
         if self._deadline is not None:
             self._deadline.cancel()
-        # `close` would wait until the client has read everything.
-        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+        self._deadline = self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        """Close the connection, which waits until the client has read all, but not for ever."""
+        self.transport.close()
+        self._deadline = self.loop.call_later(self._limits.read_seconds, self.transport.abort)
 
 
 class Flow(FlowControl):

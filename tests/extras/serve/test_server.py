@@ -323,8 +323,6 @@ def test_a_long_prompt_yields_to_running_texts():
     ("wrong", "status", "message"),
     [
         ({"temperature": -1}, 400, "temperature: must be at least 0, not -1"),
-        ({"max_tokens": 0}, 400, "max_tokens: must be at least 1"),
-        ({"n": 0}, 400, "n: must be"),
         ({"n": 257}, 400, "n: at most 256"),
         ({"best_of": 3}, 400, "best_of: not supported"),
         ({"suffix": "x"}, 400, "suffix: not supported"),
@@ -337,9 +335,7 @@ def test_a_long_prompt_yields_to_running_texts():
         ({"prompt": "\ud800"}, 400, "prompt: character 0 is not valid Unicode"),
         ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
         ({"logprobs": True}, 400, "logprobs: must be"),
-        ({"max_tokens": -1, "echo": True}, 400, "max_tokens: must be at least 1"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token"),
-        ({"logit_bias": {"1": 101}}, 400, "logit_bias: must be"),
         ({"stop": [""]}, 400, "stop.0: must have"),
         ({"stream_options": {"x": 1}}, 400, "stream_options: has only"),
         ({"model": 4}, 400, "model: must be text"),
@@ -350,18 +346,13 @@ def test_a_long_prompt_yields_to_running_texts():
             400,
             "max_tokens: expected a whole number, not false",
         ),
-        ({"max_tokens": 100_001}, 400, "max_tokens: must be at most 100000"),
-        ({"n": 8, "max_tokens": 50_000}, 400, "max_tokens: over 262,144 tokens"),
-        ({"logprobs": 5, "max_tokens": 50_000}, 400, "max_tokens: over 262,144 tokens"),
         ({"best_of": True}, 400, "best_of: not supported"),
         ({"suffix": False}, 400, "suffix: not supported"),
         ({"stream_options": {"include_usage": 5}}, 400, "stream_options: include_usage must be"),
-        ({"stop": ["a"] * 17}, 400, "stop: must list at most 16"),
         ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
         ({"ban": ["a"] * 1025}, 400, "ban: must list at most 1024"),
         ({"ban": ["a" * 1001]}, 400, "ban.0: must have at most 1000 characters"),
         ({"bias": {str(n): 1 for n in range(1025)}}, 400, "bias: must list at most 1024"),
-        ({"logit_bias": {str(n): 1 for n in range(1025)}}, 400, "logit_bias: at most 1,024"),
         ({"user": "\ud800"}, 400, "user: not valid Unicode"),
         ({"bias": {"\ud800": 1}}, 400, "bias: not valid Unicode"),
         ({"\udcff": 1}, 400, "\\udcff: not valid Unicode"),
@@ -578,7 +569,8 @@ def test_few_requests_of_a_connection_are_read_before_they_are_answered(run: Run
 
 def test_a_client_that_never_reads_loses_its_connection(run: Run, monkeypatch):
     monkeypatch.setattr(connections, "SPARE_SECONDS", 0)
-    with serving(run, request_seconds=1) as url, socket.socket() as deaf:
+    limits = {"request_seconds": 1, "read_seconds": 1}
+    with serving(run, **limits) as url, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         deaf.settimeout(600)
