@@ -161,7 +161,6 @@ def _prepare(
     else:
         corpus = _prepare_numbers(config, found, cache, with_test, tokenizer)
     _check_length(corpus, config)
-    _warn_of_small_weights(config.data)
     return corpus
 
 
@@ -332,18 +331,6 @@ def _check_length(corpus: Corpus, config: Config) -> None:
                 f"{corpus.name}: too short: {len(file):,} of its {sum(map(len, whole)):,} tokens "
                 f"are for {split}, but one window needs {window:,}; use about {enough:,.0f} bytes "
                 f"of text, or lower model.context_length or train.seq_len"
-            )
-
-
-def _warn_of_small_weights(settings: DataConfig) -> None:
-    """Warn of weights that a cycle of the mixture rounds up to a window."""
-    weights = settings.weights or []
-    for path, weight in zip(settings.path, weights, strict=False):
-        share = weight / sum(weights)
-        if share * token_file.MIXTURE_CYCLE_WINDOWS < 1:
-            formats.warn_once(
-                f"data.weights: {path} gets 1 window in {token_file.MIXTURE_CYCLE_WINDOWS:,}, "
-                f"more than its share of {share:.2g}; give it more, or leave it out"
             )
 
 

@@ -212,16 +212,6 @@ def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
     assert tokens_of(*together.training, *together.validation) == expected
 
 
-def test_a_weight_below_a_window_of_a_cycle_is_named(tmp_path: Path, capsys):
-    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for path in paths:
-        path.write_text(path.stem * 20)
-    prepared(paths, tmp_path / "cache", weights=[999.0, 1.0], validation=0.2)
-    assert capsys.readouterr().err == ""
-    prepared(paths, tmp_path / "cache", weights=[1.0, 2000.0], validation=0.2)
-    assert f"data.weights: {paths[0]} " in capsys.readouterr().err
-
-
 def test_too_short_a_text_is_refused_with_both_lengths(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("x" * 19)
