@@ -76,7 +76,7 @@ def compare(
         runs_of[str(paths[0]) if name in trained else name] = paths
     runs_of |= trained
     text = None if variants else data
-    measured = measure_variants(runs_of, text, cache, out / "compare.json", split)
+    measured = measure_variants(runs_of, text, cache, split)
     write_results(measured, out)
     return measured
 

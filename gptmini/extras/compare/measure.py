@@ -1,11 +1,8 @@
 """Measures trained runs for a comparison: losses on a text, decoding speed, memory."""
 
-import hashlib
-import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,33 +18,20 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics, select_numbers
 from gptmini.train.evaluate_run import Split, evaluate_run, load_text
 
-EVALUATION_KEYS = (
-    "loss",
-    "loss_half_width",
-    "bits_per_byte",
-    "bits_per_byte_half_width",
-    "accuracy",
-)
 DECODE_STEPS_PER_TEXT = 32
 MIN_TIMING_SECONDS = 0.05  # a shorter timing measures the scheduler of the machine
 TIMING_ROUNDS = 5
 
 
 def measure_variants(
-    paths: dict[str, list[Path]],
-    data: list[str] | None,
-    cache: Path,
-    earlier: Path,
-    split: Split = "validation",
+    paths: dict[str, list[Path]], data: list[str] | None, cache: Path, split: Split = "validation"
 ) -> list[Variant]:
     """Measure the runs of each variant on a held-out part, or on all of the text in `data`.
 
     If runs have windows of different lengths, the windows of all overlap by half, so that each
-    target has at least half a window before it, or everything there is. Losses that `earlier`, a
-    compare.json, has for the same weights, text and windows are not computed again. Decoding is
-    always timed anew, the variants taking turns.
+    target has at least half a window before it, or everything there is. Decoding is timed with the
+    variants taking turns.
     """
-    known = _load_evaluations(earlier)
     configs = [RunDirectory(path).load_config() for folders in paths.values() for path in folders]
     overlap = len({config.seq_len for config in configs}) > 1
     variants = []
@@ -57,7 +41,7 @@ def measure_variants(
         for path in folders:
             run = load_run(path, pick_device("auto").type, "float32", cache)
             text = load_text(run, data, cache, split)
-            runs.append(_measure_run(run, text, None if data else split, overlap, known))
+            runs.append(_measure_run(run, text, None if data else split, overlap))
         # The runs of a variant differ only by seed: the last one stands for all.
         model_config = run.config.model
         engines.append(open_engine(run.model, 1, "bfloat16", cache))
@@ -75,33 +59,14 @@ def measure_variants(
     return variants
 
 
-def _load_evaluations(file: Path) -> dict[str, dict[str, Any]]:
-    """Load earlier evaluations, by the hash of model and text; none if the file is unusable."""
-    try:
-        variants = json.loads(file.read_bytes())["variants"]
-        runs = [run for variant in variants for run in variant["runs"]]
-        return {run["made_of"]: {key: run[key] for key in EVALUATION_KEYS} for run in runs}
-    except (OSError, ValueError, KeyError, TypeError):  # missing, or of another version
-        return {}
-
-
 def _measure_run(
-    run: Run,
-    text: list[TokenFile],
-    split: Split | None,
-    overlap: bool,
-    known: dict[str, dict[str, Any]],
+    run: Run, text: list[TokenFile], split: Split | None, overlap: bool
 ) -> RunMeasurement:
     """Measure one run on a text, in windows that lie side by side or overlap by half."""
     seq_len = run.config.seq_len
     stride = -(-seq_len // 2) if overlap else seq_len
-    token_files = ",".join(file.path.stem for file in text)
-    identity = f"{run.fingerprint} {run.config.model} {token_files} {seq_len} {stride}"
-    made_of = hashlib.sha256(identity.encode()).hexdigest()
-    evaluation = known.get(made_of)
-    if evaluation is None:
-        say(f"compare: evaluating {run.path}")
-        evaluation = evaluate_run(run, text, stride=stride).to_dict()
+    say(f"compare: evaluating {run.path}")
+    evaluation = evaluate_run(run, text, stride=stride)
     lines = list(read_metrics(RunDirectory(run.path).metrics_file))
     speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")]
     speeds = speeds[1:]  # the first includes the start of the run
@@ -109,14 +74,17 @@ def _measure_run(
     peaks = [peak for (peak,) in select_numbers(lines, "peak_memory")]
     return RunMeasurement(
         path=str(run.path),
-        made_of=made_of,
         text=",".join(sorted({_identify_text(file) for file in text})),
         split=split,
         seq_len=seq_len,
         stride=stride,
         seed=run.config.train.seed,
         step=run.step,
-        **{key: evaluation[key] for key in EVALUATION_KEYS},
+        loss=evaluation.loss,
+        loss_half_width=evaluation.loss_half_width,
+        bits_per_byte=evaluation.bits_per_byte,
+        bits_per_byte_half_width=evaluation.bits_per_byte_half_width,
+        accuracy=evaluation.accuracy,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=seconds[-1] if seconds else 0.0,
         peak_memory=max(peaks, default=0) or None,

@@ -19,13 +19,11 @@ class RunMeasurement:
 
     Losses are those of its best checkpoint, in float32; memory is in bytes. `text` identifies the
     text that losses were measured on, `split` is the part of the run's own text that it is, or
-    None; its windows of `seq_len` tokens are `stride` apart. `made_of` identifies all that losses
-    depend on. `history` has tokens seen, seconds and bits per byte at each evaluation during
-    training.
+    None; its windows of `seq_len` tokens are `stride` apart. `history` has tokens seen, seconds
+    and bits per byte at each evaluation during training.
     """
 
     path: str
-    made_of: str
     text: str
     split: str | None
     seq_len: int

@@ -8,7 +8,6 @@ def variant(name: str, *bits: float) -> Variant:
     runs = [
         RunMeasurement(
             path="p",
-            made_of="m",
             text="t",
             split="validation",
             seq_len=64,

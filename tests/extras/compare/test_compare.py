@@ -261,12 +261,12 @@ def test_a_finished_run_with_the_name_of_a_variant_is_measured_beside_it(tmp_pat
     monkeypatch.setattr(compare, "train_all", lambda *_: {"mha": [new]})
     monkeypatch.setattr(compare, "write_results", lambda *_: None)
     monkeypatch.setattr(compare, "measure_variants", lambda *arguments: list(arguments))
-    cache, figures = tmp_path / "cache", tmp_path / "compare.json"
+    cache = tmp_path / "cache"
     found = compare.compare({"mha": tiny()}, [], 1, ["text"], tmp_path, cache, "test")
     measured = {str(old): [old], "b": [other], "mha": [new]}
-    assert found == [measured, None, cache, figures, "test"]
+    assert found == [measured, None, cache, "test"]
     found = compare.compare({}, [old], 1, ["text"], tmp_path, cache)
-    assert found == [{"mha": [old], "b": [other]}, ["text"], cache, figures, "validation"]
+    assert found == [{"mha": [old], "b": [other]}, ["text"], cache, "validation"]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1 on Windows")

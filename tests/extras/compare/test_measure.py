@@ -1,17 +1,15 @@
 """Measuring trained runs."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.extras.compare import measure
-from gptmini.extras.compare.variants import list_warnings, to_json
+from gptmini.extras.compare.variants import list_warnings
 from gptmini.runs.directory import RunDirectory
 from tests.support import new_cache, tiny, train
 
@@ -22,12 +20,11 @@ def trained(text_file: Path, folder: Path, cache: Path, **settings) -> tuple[Pat
     return folder, config
 
 
-def test_figures_are_of_the_run_and_losses_are_computed_once(text_file, tmp_path, monkeypatch):
+def test_figures_are_of_the_run(text_file, tmp_path):
     cache = new_cache(tmp_path)
     one, _ = trained(text_file, tmp_path / "one", cache)
     two, _ = trained(text_file, tmp_path / "two", cache, seed=1)
-    known = tmp_path / "compare.json"
-    (found,) = measure.measure_variants({"a": [one, two]}, None, cache, known)
+    (found,) = measure.measure_variants({"a": [one, two]}, None, cache)
     weights = RunDirectory(one).load_newest().model.values()
     assert found.parameters == sum(tensor.numel() for tensor in weights)
     assert found.cache_bytes_per_token == 2 * 2 * 32 * 4
@@ -41,33 +38,6 @@ def test_figures_are_of_the_run_and_losses_are_computed_once(text_file, tmp_path
         assert min(speeds) > 0
     lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert found.runs[0].peak_memory == lines[-1]["peak_memory"]
-    known.write_text(json.dumps(to_json([found])))
-    monkeypatch.setattr(measure, "evaluate_run", lambda *_: pytest.fail("evaluated again"))
-    (again,) = measure.measure_variants({"a": [one, two]}, None, cache, known)
-    assert [asdict(run) | {"history": 0} for run in again.runs] == [
-        asdict(run) | {"history": 0} for run in found.runs
-    ]
-
-
-def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
-    cache = new_cache(tmp_path)
-    one, config = trained(text_file, tmp_path / "one", cache)
-    known = tmp_path / "compare.json"
-    (first,) = measure.measure_variants({"a": [one]}, None, cache, known)
-    known.write_text(json.dumps(to_json([first])))
-    other = tmp_path / "other.txt"
-    other.write_text("It is another text. " * 9)
-    (second,) = measure.measure_variants({"a": [one]}, [str(other)], cache, known)
-    assert second.runs[0].loss != first.runs[0].loss
-    train(config.with_train(steps=9), one, cache)
-    (third,) = measure.measure_variants({"a": [one]}, None, cache, known)
-    assert third.runs[0].made_of != first.runs[0].made_of
-    # The same weights with a window are a different model.
-    narrow = RunDirectory(one).load_config().model_dump()
-    narrow["model"]["attention"]["window"] = 2
-    RunDirectory(one).write_config(validate(narrow, {}))
-    (fourth,) = measure.measure_variants({"a": [one]}, None, cache, known)
-    assert fourth.runs[0].loss != third.runs[0].loss
 
 
 def test_other_shares_of_token_numbers_are_other_texts(text_file, tmp_path):
@@ -79,10 +49,10 @@ def test_other_shares_of_token_numbers_are_other_texts(text_file, tmp_path):
         config = tiny(data=data, tokenizer={"kind": "byte"})
         train(config, tmp_path / str(share), cache)
         runs[str(share)] = [tmp_path / str(share)]
-    variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
+    variants = measure.measure_variants(runs, None, cache)
     assert "measured on different texts" in list_warnings(variants)[0]
     twice = {"a": runs["0.1"], "b": runs["0.1"]}
-    same = measure.measure_variants(twice, None, cache, tmp_path / "compare.json")
+    same = measure.measure_variants(twice, None, cache)
     assert list_warnings(same) == []
 
 
@@ -92,7 +62,7 @@ def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
         config = tiny(data={"path": str(text_file)}, tokenizer={"kind": kind})
         train(config, tmp_path / kind, cache)
         runs[kind] = [tmp_path / kind]
-    variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
+    variants = measure.measure_variants(runs, None, cache)
     assert list_warnings(variants) == []
 
 
@@ -109,16 +79,12 @@ def test_variants_are_read_with_equal_context_whatever_their_windows(text_file, 
             RunDirectory(path).load_config().with_train(seq_len=seq_len)
         )
         runs[str(seq_len)] = [path]
-    unlike = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
+    unlike = measure.measure_variants(runs, None, cache)
     short, long = (variant.runs[0] for variant in unlike)
     assert (short.seq_len, short.stride, long.seq_len, long.stride) == (8, 4, 16, 8)
     assert short.bits_per_byte == pytest.approx(long.bits_per_byte, rel=1e-6)
-    known = tmp_path / "compare.json"
-    known.write_text(json.dumps(to_json(unlike)))  # and losses in other windows are not these
     alone = {"8": runs["8"]}  # nothing to agree with: windows side by side, as evaluate has them
-    ((side_by_side,),) = (
-        variant.runs for variant in measure.measure_variants(alone, None, cache, known)
-    )
+    ((side_by_side,),) = (variant.runs for variant in measure.measure_variants(alone, None, cache))
     assert side_by_side.stride == 8
     assert side_by_side.bits_per_byte != pytest.approx(short.bits_per_byte, rel=1e-4)
 
@@ -150,6 +116,6 @@ def test_figures_of_training_are_read_from_all_of_its_log(text_file, tmp_path, m
     for line in file.read_text().splitlines():
         written |= json.loads(line)
     file.write_text("".join(json.dumps(written | each) + "\n" for each in log))
-    (found,) = measure.measure_variants({"a": [one]}, None, cache, tmp_path / "compare.json")
+    (found,) = measure.measure_variants({"a": [one]}, None, cache)
     (run,) = found.runs
     assert (run.tokens_per_second, run.seconds, run.peak_memory) == (6.0, 6.0, 11)
