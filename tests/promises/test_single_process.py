@@ -38,11 +38,9 @@ def run_in(folder: Path, commands: list[list[str]], **environment: str) -> tuple
 
 
 def test_a_single_process_needs_no_torch_distributed(tmp_path: Path):
-    """Except to estimate memory, which is refused in one line."""
-    codes, said = run_in(tmp_path, [*COMMANDS, SIZE])
-    assert codes[:-1] == [0] * len(COMMANDS), said
-    assert codes[-1] != 0
-    assert "memory: cannot be estimated, as this PyTorch lacks torch.distributed" in said
+    commands = [*COMMANDS, SIZE]
+    codes, said = run_in(tmp_path, commands)
+    assert codes == [0] * len(commands), said
 
 
 def test_several_processes_are_refused_in_one_line(tmp_path: Path):
