@@ -69,13 +69,14 @@ def train(
     run; so does gptmini train with the run's directory.
     """
     started = time.perf_counter()
+    from gptmini.config.load import find_request
     from gptmini.data import corpus
 
     base, source = locate_run(base)
     resumed = None if config is None else find_run(config)
     out = out or resumed
-    if resumed is not None and out == resumed and (resumed / "request.yaml").is_file():
-        config = str(resumed / "request.yaml")  # as if the command that began it were typed again
+    if resumed is not None and out == resumed:
+        config = str(find_request(resumed))  # as if the command that began it were typed again
     train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
     settings = build_config(config, data, errors, attention, train_options, assignments, base)
     out = out or choose_out(config, settings.data.path[0], attention, base)

@@ -152,6 +152,17 @@ def find_config_file(name: str) -> Path:
     raise ConfigError(f"{name}: no such configuration; {_suggest_nearest(name, known)}")
 
 
+def find_request(run: Path) -> Path:
+    """Find the file with what was asked of a run; ConfigError for a run that has none."""
+    file = run / "request.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"{run}: imported, or of an older version, so it cannot be resumed; begin a new run "
+            f"with --from {run}"
+        )
+    return file
+
+
 def map_config_names() -> dict[str, Path]:
     """Map the name of each configuration, such as `attention/mqa`, to its file."""
     return {

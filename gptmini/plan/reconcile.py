@@ -146,19 +146,16 @@ def _keeps(requested: TrainConfig, key: str) -> bool:
 
 
 def check_same_request(
-    requested: Config, earlier: Config | None, settled: Config, run: RunDirectory
+    requested: Config, earlier: Config, settled: Config, run: RunDirectory
 ) -> None:
-    """Raise ConfigError unless the same is requested as when the run began, or what it settled.
-
-    `earlier` is the request by which it began; None if nobody knows.
-    """
+    """Raise ConfigError unless the same is requested as when the run began, or what it settled."""
     base = requested.base.run
     if base is not None and Path(base).resolve() == run.path.resolve():
         raise ConfigError(
             f"{run.path}: is the base itself, which is never written to; choose another --out"
         )
     asked_now = _collect_stated(requested)
-    asked_before = _collect_stated(settled if earlier is None else earlier)
+    asked_before = _collect_stated(earlier)
     now = dict(iter_settings(requested.model_dump()))
     before = dict(iter_settings(settled.model_dump()))
     lines = []
@@ -171,11 +168,6 @@ def check_same_request(
             continue
         was = asked_before.get(key, before[key])
         lines.append(f"{key}: {_say(was)} in {run.path}, now {_say(asked_now.get(key))}")
-    if lines and earlier is None:
-        raise ConfigError(
-            f"{run.path}: holds a run with other settings, or of an older version; continue it "
-            f"with gptmini train {run.path}, or choose another --out"
-        )
     if lines:
         raise ConfigError(
             *lines, f"{run.path}: holds a run with other settings; choose another --out"
@@ -219,7 +211,6 @@ def share_choices(requested: Config, first: RunDirectory) -> Config:
     """
     asked = first.load_request()
     settled = first.load_config()
-    assert asked is not None, "begun a moment ago"
     by_minutes = requested.train.minutes is not None
     if by_minutes != (asked.train.minutes is not None) or requested.base.run != asked.base.run:
         return requested

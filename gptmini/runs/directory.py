@@ -113,9 +113,9 @@ class RunDirectory:
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
 
-    def load_request(self) -> Config | None:
-        """Load the configuration by which the run was begun; None for one that was not trained."""
-        return load.load_config(self.request_file, []) if self.request_file.exists() else None
+    def load_request(self) -> Config:
+        """Load the configuration by which the run was begun; ConfigError if it has none."""
+        return load.load_config(load.find_request(self.path), [])
 
     def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """Load the run's tokenizer; DataError if it is not that of the checkpoint."""

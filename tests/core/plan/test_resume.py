@@ -103,10 +103,9 @@ def test_a_variant_keeps_what_it_states_and_how_long_it_trains(text, tmp_path):
     assert share_choices(by_steps, run) == by_steps
 
 
-def test_a_run_whose_request_nobody_knows_goes_on_by_its_name_alone(text, tmp_path):
+def test_a_run_whose_request_nobody_knows_is_not_resumed(text, tmp_path):
     run = begin(ask(text, {}), text, tmp_path)
     run.request_file.unlink()
-    with pytest.raises(ConfigError, match=r"continue it with gptmini train .*run, or") as refused:
+    with pytest.raises(ConfigError, match=r"cannot be resumed; .* --from .*run$") as refused:
         plan(ask(text, {}), text, run)
     assert len(refused.value.lines) == 1
-    assert plan(run.load_config(), text, run) == run.load_config()

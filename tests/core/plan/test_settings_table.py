@@ -5,12 +5,14 @@ line changes what a command does to somebody's run.
 
 | column         | the setting                                                        |
 |----------------|--------------------------------------------------------------------|
+| new            | is given another value than the default                            |
 | resume stated  | is given another value when a run is resumed                       |
 | resume open    | is left out when a run that has a value of its own is resumed      |
 | other steps    | is asked for again when a run is resumed for more steps            |
 | other minutes  | the same with another `train.minutes`                              |
 | from stated    | is given another value for a new run from a base                   |
 | from open      | is left out for a new run from a base that has a value of its own  |
+| compared       | is given another value than the first of several runs to compare   |
 
 taken: the value that was stated holds. refused: in a line that names it. kept: the value of the run
 or the base holds. anew: another value holds, the default or one that is chosen.
@@ -25,6 +27,7 @@ from gptmini.config.load import iter_settings, validate
 from gptmini.config.settings import Config
 from gptmini.errors import GptminiError
 from gptmini.model.gpt import GPT
+from gptmini.plan.reconcile import share_choices
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress
@@ -32,12 +35,14 @@ from tests.support import TINY, new_cache
 
 TABLE = Path(__file__).with_name("settings_table.txt")
 COLUMNS = [
+    "new",
     "resume stated",
     "resume open",
     "other steps",
     "other minutes",
     "from stated",
     "from open",
+    "compared",
 ]
 # Another value for each setting, that goes with the small configuration.
 OTHER_VALUES: dict[str, Any] = {
@@ -125,8 +130,8 @@ class Machine:
         self.text.write_text("".join(f"{n} is a number of its own.\n" for n in range(300)))
         self.plain = {**TINY, "data": {"path": str(self.text)}}
 
-    def plan(self, sections: dict[str, Any], run: RunDirectory | None) -> Config:
-        return make_plan(validate(sections, {}), run, self.cache, dry_run=True).config
+    def plan(self, requested: Config, run: RunDirectory | None) -> Config:
+        return make_plan(requested, run, self.cache, dry_run=True).config
 
     def write_run(self, name: str, sections: dict[str, Any]) -> RunDirectory:
         """A run at step 0, with weights, as a base must have them."""
@@ -148,20 +153,24 @@ def describe(machine: Machine, key: str, column: str) -> str:
     data = {"data": machine.plain["data"]}
     # What a run began with, what is asked for now, and what it means if the other value holds.
     situations = {
+        "new": (machine.plain, has_it, "taken"),
         "resume stated": (machine.plain, has_it, "taken"),
         "resume open": (has_it, put(machine.plain, key, None), "kept"),
         "other steps": (has_it, longer, "kept"),
         "other minutes": (by_minutes, put(by_minutes, "train.minutes", 2.0), "kept"),
         "from stated": (machine.plain, put(data, key, other), "taken"),
         "from open": (has_it, data, "kept"),
+        "compared": (machine.plain, has_it, "taken"),
     }
     before, now, found = situations[column]
     try:
         run = machine.write_run(f"{key} {column}".replace(" ", "-"), before)
         if column.startswith("from"):
-            config = machine.plan(put(now, "base.run", str(run.path)), None)
-        else:
-            config = machine.plan(now, run)
+            now = put(now, "base.run", str(run.path))
+        requested = validate(now, {})
+        if column == "compared":
+            requested = share_choices(requested, run)
+        config = machine.plan(requested, run if column.startswith(("resume", "other")) else None)
     except GptminiError as error:
         named = any(part in str(error) for part in (key, key.rpartition(".")[2]))
         assert named, f"{key}, {column}: {error}"
