@@ -72,27 +72,6 @@ def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
 
 
 @pytest.mark.parametrize("weights", PRECISIONS)
-def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
-    """A text that needs logits of its whole prompt overwrites the keys that others could share."""
-    model = model_of(length=256)
-    prompt = [n * n % 50 for n in range(200)]
-    (expected,) = open_engine(model, 1, weights)([Sequence(0, prompt, 256)])
-    engine = open_engine(model, 1, weights)
-    before, scored, again = (
-        Sequence(0, prompt, 256),
-        Sequence(1, [7] * 100, 256),
-        Sequence(2, prompt, 256),
-    )
-    engine([before])
-    before.finish_reason = "length"
-    scored.n_logits = len(scored.context)
-    engine([scored])
-    scored.finish_reason = "length"
-    assert torch.equal(engine([again])[0], expected)
-    assert again.n_reused == 0
-
-
-@pytest.mark.parametrize("weights", PRECISIONS)
 def test_tokens_taken_back_are_no_longer_shared(weights):
     """Not even if they were part of a prompt, once others have taken their place."""
     model = model_of(length=256)
