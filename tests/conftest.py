@@ -96,10 +96,7 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local
 def start_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., tuple[list[int], str]]]:
-    """Runs a command line in several ranks: (exit codes, what they said).
-
-    With `script`, the words are those of `python SCRIPT`. `printed` is a file for stdout alone.
-    """
+    """Runs a command line in several ranks: (exit codes, what they said)."""
     if not hasattr(os, "fork"):
         pytest.skip("ranks are forks of their launcher")
     launcher = ROOT / "tests" / "promises" / "ranks_launcher.py"
@@ -112,17 +109,10 @@ def start_ranks(
         text=True,
     ) as process:
 
-        def start(
-            size: int,
-            *words: str,
-            fault: str = "none",
-            script: str | None = None,
-            printed: Path = said,
-        ) -> tuple[list[int], str]:
+        def start(size: int, *words: str, fault: str = "none") -> tuple[list[int], str]:
             said.write_text("")
-            printed.write_text("")
             request = {"size": size, "words": words, "fault": fault, "said": str(said)}
-            request |= {"folder": os.getcwd(), "script": script, "printed": str(printed)}
+            request["folder"] = os.getcwd()
             print(json.dumps(request), file=process.stdin, flush=True)
             answer = process.stdout.readline()
             return json.loads(answer), said.read_text()

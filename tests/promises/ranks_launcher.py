@@ -3,14 +3,12 @@
 Each line of stdin asks for one start, as JSON: `words` is run as `gptmini WORDS...` in `folder` by
 `size` ranks, with the variables that torchrun sets. They write to the file `said`; a line of stdout
 has their exit codes. `fault` breaks one thing in one rank; `none` breaks nothing. {rank} in a word
-is the number of the rank. With a `script` it is `python SCRIPT WORDS...`. What they print goes to
-the file `printed`.
+is the number of the rank.
 """
 
 import json
 import math
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -174,22 +172,19 @@ def start(rank: int, port: int, request: dict[str, Any]) -> int:
     if process := os.fork():
         return process
     said = os.open(request["said"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(said, 1)
     os.dup2(said, 2)
-    os.dup2(os.open(request["printed"], os.O_WRONLY | os.O_APPEND), 1)
     os.chdir(request["folder"])
     size = request["size"]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if size > 1:
         os.environ |= dict(zip(names, map(str, (rank, rank, size, "127.0.0.1", port)), strict=True))
     words = [word.replace("{rank}", str(rank)) for word in request["words"]]
-    sys.argv = [request["script"] or "gptmini", *words]
+    sys.argv = ["gptmini", *words]
     code = 1
     try:
         FAULTS[request["fault"]](rank)
-        if request["script"]:
-            runpy.run_path(request["script"], run_name="__main__")
-        else:
-            app.main()
+        app.main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

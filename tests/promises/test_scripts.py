@@ -3,30 +3,17 @@
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-Output = Callable[..., str]
+from tests.support import ROOT, needs_posix
 
-
-@pytest.fixture
-def output(start_ranks: Callable[..., tuple[list[int], str]], tmp_path: Path) -> Output:
-    """Runs a script in a process that has PyTorch already; returns what it prints."""
-
-    def run(name: str, *words: str) -> str:
-        printed = tmp_path / "printed.txt"
-        script = str(SCRIPTS / name)
-        (code,), said = start_ranks(1, *words, script=script, printed=printed)
-        assert code == 0, said
-        return printed.read_text()
-
-    return run
+SCRIPTS = ROOT / "scripts"
 
 
 def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
@@ -84,8 +71,12 @@ def test_the_run_that_nano_saves_is_one_for_every_command(tmp_path, monkeypatch,
     assert gptmini("train", *further, "--no-sample")[0] == 0
 
 
-def test_torture_loses_no_run(output: Output):
-    words = output("torture.py", "2").split()
+@needs_posix
+def test_torture_loses_no_run():
+    command = [sys.executable, str(SCRIPTS / "torture.py"), "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    words = done.stdout.split()
     assert words[:2] == ["2", "runs,"]
     assert int(words[2]) > 0
     assert words[6:] == ["2", "equal", "ends,", "0", "lost"]
