@@ -141,7 +141,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ({"tool_calls": [{"id": "a", "function": {"name": "f"}}]}, "tool_calls"),
         ({"reasoning_content": "because"}, "reasoning_content"),
         ({"refusal": "no"}, "refusal"),
-        ({"name": "Ann"}, "name"),
         ({"weight": 0}, "weight"),
         ({"invented": True}, "invented"),
         ({"role": "tool"}, "role"),
