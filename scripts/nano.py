@@ -86,7 +86,13 @@ def main() -> None:
 def train(model: GPT, corpus: Corpus, config: Config) -> None:
     """Teach the model to predict the next token, at every position of random windows."""
     settings = config.train
-    batches = Batches(corpus.training, None, config.seq_len, settings.batch_size, settings.seed)
+    batches = Batches(
+        corpus.training,
+        weights=None,  # of several texts; here is one
+        seq_len=config.seq_len,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
     optimizer = Optimizer(model, settings)  # Muon for matrices, AdamW for the rest
     model.train()
     started = time.perf_counter()
@@ -127,7 +133,7 @@ def generate(model: GPT, corpus: Corpus, config: Config, prompt: str, n_tokens: 
     model.eval()
     for position in range(min(n_tokens, config.model.context_length - len(unread))):
         logits = model(torch.tensor([unread]), cache=cache)[0, -1]  # (1, T, V) -> (V,), of the last
-        random = make_random_number(config.sample.seed, 0, position)  # in [0, 1)
+        random = make_random_number(config.sample.seed, text_number=0, position=position)  # [0, 1)
         token = sample_token(logits, config.sample, random)
         generated.append(token)
         unread = [token]
