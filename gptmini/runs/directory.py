@@ -43,9 +43,6 @@ from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
-TENSOR_FILE_KINDS = ("model", "optimizer")
-# Settings that runs of earlier versions name, and that no longer exist.
-GONE_SETTINGS = ("teacher", "train.on_divergence")
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 
 
@@ -108,8 +105,10 @@ class RunDirectory:
         if not self.exists:
             raise CheckpointError(f"{self.path}: no run here; create one with gptmini train")
         data, lines = yamlfile.read_file(self.config_file)
-        for key in GONE_SETTINGS:
-            _drop_setting(data, key)
+        # Runs of earlier versions name two settings that no longer exist.
+        data.pop("teacher", None)
+        if isinstance(data.get("train"), dict):
+            data["train"].pop("on_divergence", None)
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
 
@@ -167,11 +166,6 @@ class RunDirectory:
             return "unknown"
         return "free"
 
-    @property
-    def _temporary(self) -> Path:
-        """The folder of the checkpoint that is being written, the last one of `_begin_save`."""
-        return max(self.checkpoints.glob(".tmp*"), default=self.checkpoints / ".tmp")
-
     # -- saving ------------------------------------------------------------------------------------
 
     def check_space(self, needed: int) -> None:
@@ -212,55 +206,54 @@ class RunDirectory:
         needed: int,
         keep: int = 2,
     ) -> None:
-        manifest: Manifest = {}
-        with self._report_failed_save(int(state["step"]), needed):
-            self._begin_save()
-            for name, contents in by_file:
-                manifest[name] = tensors.write_tensors(self._temporary / name, contents)
-            self._commit(state, manifest, keep)
-
-    def _begin_save(self) -> None:
-        """Make an empty folder for the files of a checkpoint."""
-        for leftover in self.checkpoints.glob(".tmp*"):  # of a process that was killed
-            files.remove_tree(leftover)
-        # On Windows, one stays as long as another process reads a file in it.
-        held = max((path.name for path in self.checkpoints.glob(".tmp*")), default=None)
-        name = ".tmp" if held is None else f"{held}~"
-        (self.checkpoints / name).mkdir()  # without parents: if the run has been moved away, fail
-
-    def _commit(self, state: dict[str, Any], manifest: Manifest, keep: int) -> None:
-        """Write the last files of a checkpoint, give it its name, and delete old ones.
+        """Write a checkpoint, give it its name, and delete old ones.
 
         The order is the promise: a folder has its name only once everything in it is synced, and an
         old checkpoint is deleted only once the new one has its name. A kill in between leaves a
         temporary folder, which the next save removes.
         """
         step = int(state["step"])
-        for name, data in _build_last_files(state, manifest).items():
-            files.write_and_sync(self._temporary / name, [data])
-        files.sync_directory(self._temporary)
-        files.remove_tree(self._get_folder(step))  # if one is there, it is damaged
-        files.rename(self._temporary, self._get_folder(step))
-        self.write_best(state["best"])
-        self.prune(state["best"], keep)
-
-    @contextmanager
-    def _report_failed_save(self, step: int, needed: int) -> Iterator[None]:
-        """Raise MachineError, with the space needed and free, if a checkpoint cannot be written."""
         try:
-            yield
+            folder = self._make_temporary_folder()
+            manifest: Manifest = {}
+            for name, contents in by_file:
+                manifest[name] = tensors.write_tensors(folder / name, contents)
+            state_json = _dump({"format": CHECKPOINT_FORMAT_VERSION, **state})
+            manifest["state.json"] = tensors.describe_file(state_json)
+            files.write_and_sync(folder / "state.json", [state_json])
+            files.write_and_sync(folder / "manifest.json", [_dump(manifest)])
+            files.sync_directory(folder)
+            files.remove_tree(self._get_folder(step))  # if one is there, it is damaged
+            files.rename(folder, self._get_folder(step))
+            self.write_best(state["best"])
+            self.prune(state["best"], keep)
         except OSError as error:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-            remedy = "make room, or choose another directory with --out"
-            if not self.checkpoints.exists():
-                remedy = "the run was deleted or moved while it trained; begin it again"
-            elif self.list_steps():
-                remedy = "run the same command again to resume from the last checkpoint"
-            raise MachineError(
-                f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "
-                f"{needed:,} bytes needed, {free:,} free; {remedy}"
-            ) from None
+            for unfinished in self.checkpoints.glob(".tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise MachineError(self._describe_failed_save(step, needed, error)) from None
+
+    def _make_temporary_folder(self) -> Path:
+        """Make an empty folder for the files of a checkpoint."""
+        for leftover in self.checkpoints.glob(".tmp*"):  # of a process that was killed
+            files.remove_tree(leftover)
+        # On Windows, one stays as long as another process reads a file in it.
+        held = max((path.name for path in self.checkpoints.glob(".tmp*")), default=None)
+        folder = self.checkpoints / (".tmp" if held is None else f"{held}~")
+        folder.mkdir()  # without parents: if the run has been moved away, fail
+        return folder
+
+    def _describe_failed_save(self, step: int, needed: int, error: OSError) -> str:
+        """Return the message for a checkpoint that cannot be written: space needed, and free."""
+        free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+        remedy = "make room, or choose another directory with --out"
+        if not self.checkpoints.exists():
+            remedy = "the run was deleted or moved while it trained; begin it again"
+        elif self.list_steps():
+            remedy = "run the same command again to resume from the last checkpoint"
+        return (
+            f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "
+            f"{needed:,} bytes needed, {free:,} free; {remedy}"
+        )
 
     def write_best(self, best: dict[str, Any] | None) -> None:
         """Write step and loss of the best evaluation, if there is one."""
@@ -391,10 +384,9 @@ class RunDirectory:
         folder = self._get_folder(step)
         try:
             manifest = read_checkpoint_json(folder / "manifest.json")
-            names = ["state.json"]
-            for kind in TENSOR_FILE_KINDS:
-                names += list_files(kind, folder, manifest)
-            for name in names:
+            names = list_files("model", folder, manifest)
+            names += list_files("optimizer", folder, manifest)
+            for name in ["state.json", *names]:
                 check_file(folder / name, manifest)
             return True
         except CheckpointError:
@@ -440,21 +432,8 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
 
-def _build_last_files(state: dict[str, Any], tensor_files: Manifest) -> dict[str, bytes]:
-    """Return the files that follow the tensors of a checkpoint, in order: state, then manifest."""
-    state_json = json.dumps({"format": CHECKPOINT_FORMAT_VERSION, **state}, indent=1).encode()
-    manifest = tensor_files | {"state.json": tensors.describe_file(state_json)}
-    return {"state.json": state_json, "manifest.json": json.dumps(manifest, indent=1).encode()}
-
-
-def _drop_setting(data: dict[str, Any], key: str) -> None:
-    """Remove the setting of a dotted key from nested data, if it is there."""
-    *sections, name = key.split(".")
-    section: Any = data
-    for part in sections:
-        section = section.get(part) if isinstance(section, dict) else None
-    if isinstance(section, dict):
-        section.pop(name, None)
+def _dump(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, indent=1).encode()
 
 
 def find_newest_run(runs: Path) -> Path | None:
