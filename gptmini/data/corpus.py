@@ -7,7 +7,6 @@ nothing is prepared twice.
 import glob
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -46,6 +45,49 @@ STALE_SECONDS = 86_400
 AnyText = Text | TextPart
 
 
+@dataclass(frozen=True)
+class TrainingText:
+    """The texts that a configuration names, divided but not yet tokens.
+
+    `separate` is the text to hold out, if that is another.
+    """
+
+    divided: list[DividedText]
+    separate: Text | None
+
+    @property
+    def whole(self) -> list[Text]:
+        """All texts."""
+        separate = [] if self.separate is None else [self.separate]
+        return [*(divided.text for divided in self.divided), *separate]
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk of all that is not held out as another text."""
+        return sum(divided.text.bytes for divided in self.divided)
+
+    @property
+    def training(self) -> list[TextPart]:
+        """What is trained on."""
+        return [TextPart(divided, "training") for divided in self.divided]
+
+    @cached_property
+    def content(self) -> str:
+        """SHA-256 (hex) of the texts and their splits, as of the corpus that they become."""
+        held_out: list[AnyText] = [TextPart(divided, "validation") for divided in self.divided]
+        if self.separate is not None:
+            held_out = [self.separate]
+        return _join_digests([*self.training, *held_out])
+
+    def iter_chunks(self) -> Iterator[TextChunk]:
+        """Yield what is trained on; DataError if a file has changed since it was found."""
+        return chain.from_iterable(part.iter_chunks() for part in self.training)
+
+
+# A text as it was found: its files and splits, or the files of token numbers of each path.
+FoundText = TrainingText | list[list[Path]]
+
+
 def prepare_corpus(
     config: Config,
     cache: Path = files.DEFAULT_CACHE_DIR,
@@ -58,30 +100,14 @@ def prepare_corpus(
     `tokenizer` that is given is used in place of the one which the configuration names.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
-    with open_cache(config.data, cache) as paths:
-        return _prepare(config, paths, cache, with_test, tokenizer)
+    with open_text(config.data, cache) as found:
+        return encode_text(found, config, cache, with_test, tokenizer)
 
 
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
-    with open_cache(settings, cache) as paths:
+    with _open_cache(settings, cache) as paths:
         return _prepare_whole(paths, settings, tokenizer, cache)
-
-
-def learns_vocabulary(config: Config) -> bool:
-    """Check whether a vocabulary of open size is to be learned from the text."""
-    return (
-        config.tokenizer.kind in ("auto", "bpe")
-        and config.tokenizer.vocab_size is None
-        and find_number_files(config.data.path) is None
-    )
-
-
-def measure_text(settings: DataConfig) -> float:
-    """Measure the bytes of a text; standard input may have any number."""
-    if "-" in settings.path:
-        return math.inf
-    return find_text(settings.path, settings).bytes
 
 
 def check_paths(paths: list[str], settings: DataConfig) -> None:
@@ -131,7 +157,36 @@ def _get_number_tokenizer(config: Config, path: Path) -> Tokenizer:
 
 
 @contextmanager
-def open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
+def open_text(settings: DataConfig, cache: Path) -> Iterator[FoundText]:
+    """Find the files of a text, to read it and to prepare it in a cache; raises as above."""
+    with _open_cache(settings, cache) as paths:
+        token_numbers = find_number_files(paths)
+        if token_numbers is not None:
+            yield token_numbers
+            return
+        held_out = settings.validation_path
+        separate = None if held_out is None else find_text(held_out, settings)
+        yield TrainingText(_divide_texts(settings, paths), separate)
+
+
+def encode_text(
+    found: FoundText,
+    config: Config,
+    cache: Path,
+    with_test: bool = False,
+    tokenizer: Tokenizer | None = None,
+) -> Corpus:
+    """Prepare the tokens of an open text; raises as prepare_corpus does."""
+    if isinstance(found, TrainingText):
+        corpus = _prepare_texts(config, found, cache, with_test, tokenizer)
+    else:
+        corpus = _prepare_numbers(config, found, cache, with_test, tokenizer)
+    _check_length(corpus, config)
+    return corpus
+
+
+@contextmanager
+def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
     """Open a cache to prepare a text in; yields the text's paths."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -152,18 +207,6 @@ def _delete_stale_files(cache: Path) -> None:
             path.unlink()
 
 
-def _prepare(
-    config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
-) -> Corpus:
-    found = find_number_files(paths)
-    if found is None:
-        corpus = _prepare_texts(config, paths, cache, with_test, tokenizer)
-    else:
-        corpus = _prepare_numbers(config, found, cache, with_test, tokenizer)
-    _check_length(corpus, config)
-    return corpus
-
-
 def _name_corpus(settings: DataConfig) -> str:
     """Name a corpus after its paths, which may hold bytes that are not UTF-8."""
     names = ["standard input" if path == "-" else path for path in settings.path]
@@ -171,11 +214,10 @@ def _name_corpus(settings: DataConfig) -> str:
 
 
 def _prepare_texts(
-    config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
+    config: Config, text: TrainingText, cache: Path, with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
-    """Divide texts, learn or create their tokenizer, and encode them."""
+    """Learn or create the tokenizer of texts, and encode them."""
     settings = config.data
-    text = find_training_text(settings, paths)
     if tokenizer is None:
         chat = _has_conversations(text.whole, cache)
         tokenizer = _get_tokenizer(config, text.training, cache, chat)
@@ -195,48 +237,6 @@ def _prepare_texts(
     return Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
     )
-
-
-@dataclass(frozen=True)
-class TrainingText:
-    """The texts that a configuration names, divided but not yet tokens.
-
-    `separate` is the text to hold out, if that is another.
-    """
-
-    divided: list[DividedText]
-    separate: Text | None
-
-    @property
-    def whole(self) -> list[Text]:
-        """All texts."""
-        separate = [] if self.separate is None else [self.separate]
-        return [*(divided.text for divided in self.divided), *separate]
-
-    @property
-    def training(self) -> list[TextPart]:
-        """What is trained on."""
-        return [TextPart(divided, "training") for divided in self.divided]
-
-    @cached_property
-    def content(self) -> str:
-        """SHA-256 (hex) of the texts and their splits, as of the corpus that they become."""
-        held_out: list[AnyText] = [TextPart(divided, "validation") for divided in self.divided]
-        if self.separate is not None:
-            held_out = [self.separate]
-        return _join_digests([*self.training, *held_out])
-
-    def iter_chunks(self) -> Iterator[TextChunk]:
-        """Yield what is trained on; DataError if a file has changed since it was found."""
-        return chain.from_iterable(part.iter_chunks() for part in self.training)
-
-
-def find_training_text(settings: DataConfig, paths: list[str]) -> TrainingText:
-    """Find the texts of a configuration at their paths, and how they are divided."""
-    separate = None
-    if settings.validation_path is not None:
-        separate = find_text(settings.validation_path, settings)
-    return TrainingText(_divide_texts(settings, paths), separate)
 
 
 def _prepare_numbers(

@@ -12,7 +12,7 @@ from pathlib import Path
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
 from gptmini.console import say_header, warn
-from gptmini.data.corpus import learns_vocabulary, measure_text, prepare_corpus
+from gptmini.data.corpus import FoundText, TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.machine import keep_freed_memory, pick_compute
@@ -80,31 +80,40 @@ def make_plan(
         compute = pick_compute(train.device, train.dtype, train.deterministic)
         machine = Machine(compute, world_size, started)
     keep_freed_memory()
-    request, steps = choose_sizes_by_bytes(request, machine)
-    corpus = open_text(request, cache, steps)
+    with open_text(request.config.data, cache) as text:
+        request, steps = choose_sizes_by_bytes(request, machine, text)
+        corpus = prepare_tokens(request, text, cache, steps)
     return settle(request, corpus, machine, dry_run=dry_run)
 
 
 # -- the text --------------------------------------------------------------------------------------
 
 
-def choose_sizes_by_bytes(request: Request, machine: Machine) -> tuple[Request, int | None]:
+def choose_sizes_by_bytes(
+    request: Request, machine: Machine, text: FoundText
+) -> tuple[Request, int | None]:
     """Choose sizes for which a vocabulary is to be learned, if minutes choose them.
 
     How often they read the text is guessed from its bytes. Also returns about how many steps they
     make.
     """
     config = request.config
-    if request.minutes is None or config.base.run is not None or not learns_vocabulary(config):
+    kind = config.tokenizer.kind
+    is_size_open = kind in ("auto", "bpe") and config.tokenizer.vocab_size is None
+    if request.minutes is None or config.base.run is not None or not is_size_open:
+        return request, None
+    if not isinstance(text, TrainingText):  # numbers of tokens
         return request, None
     seconds = machine.get_seconds_left(request.minutes)
-    tokens = max(1.0, measure_text(config.data) / BYTES_PER_TOKEN)
+    tokens = max(1.0, text.bytes / BYTES_PER_TOKEN)
     guess = TextSize(total=tokens, per_epoch=tokens)
     config, steps = minutes.choose_sizes(config, seconds, machine, guess)
     return replace(request, config=config), steps
 
 
-def open_text(request: Request, cache: Path, steps: int | None = None) -> Corpus:
+def prepare_tokens(
+    request: Request, text: FoundText, cache: Path, steps: int | None = None
+) -> Corpus:
     """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
     `steps` are those that training will make, where they are known. DataError for a text that
@@ -113,8 +122,8 @@ def open_text(request: Request, cache: Path, steps: int | None = None) -> Corpus
     config = request.config if steps is None else request.config.with_train(steps=steps)
     if _chooses_row_length(request):
         config = minutes.shorten_rows(config)  # a text that is too short for others will do
-    corpus = prepare_corpus(config, cache, tokenizer=request.tokenizer if config.base.run else None)
     own = request.tokenizer
+    corpus = encode_text(text, config, cache, tokenizer=own if config.base.run else None)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
         raise DataError(describe_changed_text(config.data.path, request.run))

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, say, show_elapsed
-from gptmini.data.corpus import find_number_files, find_training_text, open_cache, prepare_corpus
+from gptmini.data.corpus import TrainingText, encode_text, open_text
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, search
 from gptmini.extras.sources.index import (
@@ -68,18 +68,17 @@ def load_index(
         raise DataError(
             f"{run}: was trained on standard input, which is gone; train on a file to find sources"
         )
-    with open_cache(config.data, cache) as paths:
-        if find_number_files(paths) is None:
-            text = find_training_text(config.data, paths)
+    with open_text(config.data, cache) as text:
+        if isinstance(text, TrainingText):
             found = text.content
             size = sum(side.text_bytes for side in text.training)
             pieces = _read_pieces(text.iter_chunks())
             named = [str(file.path) for whole in text.divided for file in whole.text.files]
         else:
-            corpus = prepare_corpus(config, cache, tokenizer=tokenizer)
+            corpus = encode_text(text, config, cache, tokenizer=tokenizer)
             found = corpus.content
             size = sum(file.text_bytes for file in corpus.training)
-            labels = config.data.path if config.data.weights else [", ".join(paths)]
+            labels = config.data.path if config.data.weights else [", ".join(config.data.path)]
             pieces = decode_pieces(corpus.training, labels, tokenizer)
             named = [*labels, tokenizer.fingerprint]
         # The same text may lie in files of other names.

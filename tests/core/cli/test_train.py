@@ -103,7 +103,7 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     code, _, err = gptmini(*words)
     assert (code, "already finished" in err) == (0, True)
     assert "sample from" not in err
-    monkeypatch.setattr("gptmini.plan.settle.prepare_corpus", lambda *_: pytest.fail("prepared"))
+    monkeypatch.setattr("gptmini.plan.settle.open_text", lambda *_: pytest.fail("prepared"))
     code, _, err = gptmini(*words, "--set", "train.lr=1e-4", "--set", "model.n_layer=2")
     assert code == 2
     assert "model.n_layer: 1 in runs/text, now 2" in err

@@ -1,5 +1,6 @@
 """The one place where the plan of a run is made."""
 
+import io
 import json
 import math
 import random
@@ -267,3 +268,18 @@ def test_minutes_choose_rows_that_fit_the_held_out_text(
     assert plan.config.model.context_length == context
     assert plan.config.train.batch_size * context == 2048
     assert plan.text_size == measure_corpus(plan.config, plan.corpus)
+
+
+def test_standard_input_gets_the_sizes_of_the_same_text_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 2000)
+    machine = FakeMachine(step=lambda config: StepTime(config.model.n_layer / 100, 0.0))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
+    plans = []
+    for path in ("-", str(text)):
+        sections = {"data": {"path": path}, "train": {"minutes": 10.0, "compile": "off"}}
+        plans.append(plan_on(machine, sections, tmp_path).config)
+    assert plans[0].model == plans[1].model
+    assert plans[0].train == plans[1].train
