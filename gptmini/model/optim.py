@@ -5,7 +5,6 @@ Letters: N matrices, R rows, C columns.
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -224,8 +223,6 @@ class Optimizer:
             muon = Muon(matrices, config.weight_decay, dtype, orthogonalize)
             muon.param_groups[0]["lr_ratio"] = config.muon_lr / config.lr
             self.optimizers.append(muon)
-        self.has_known_state = True  # STATE_KEYS names its tensors
-        self._first_states = [deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> "Optimizer":
@@ -236,8 +233,6 @@ class Optimizer:
         wrapped = cls.__new__(cls)
         wrapped.names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped.optimizers = [optimizer]
-        wrapped.has_known_state = False
-        wrapped._first_states = [deepcopy(optimizer.state_dict())]
         first = optimizer.param_groups[0]["lr"]
         if not first > 0:
             raise ConfigError("optimizer: the learning rate of its first group must be above 0")
@@ -271,11 +266,6 @@ class Optimizer:
             for parameter in _list_parameters(optimizer)
             for key in STATE_KEYS[type(optimizer)]
         }
-
-    def reset(self) -> None:
-        """Forget all state, as before the first update."""
-        for optimizer, first in zip(self.optimizers, self._first_states, strict=True):
-            optimizer.load_state_dict(deepcopy(first))
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned; torch's own format has indices in the place of names."""

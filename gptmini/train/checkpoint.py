@@ -16,11 +16,13 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedErro
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
 from gptmini.runs.tensors import check_shapes, find_infinite
-from gptmini.train.messages import describe_divergence, say_if_rate_rises, warn_of_other_bits
+from gptmini.train.messages import describe_divergence, say_if_rate_rises
 from gptmini.train.state import Training
 
-# What the last bit of a result depends on, besides the configuration.
+# What the last bit of a result depends on: where the run is made, and two settings that may change.
+# Rows computed together draw their dropout together, and the gradients of such groups are added.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
+GROUPING = ("micro_batch_size", "reduce")
 
 
 def create_or_resume(training: Training, existing: Config | None) -> None:
@@ -52,13 +54,7 @@ def _resume(training: Training, existing: Config) -> None:
     with show_elapsed("loading the newest checkpoint"):
         checkpoint = group.read(run.load_newest)
     if checkpoint is not None:
-        restore_checkpoint(training, checkpoint)
-        warn_of_other_bits(existing, config, run)
-        if training.own.schedule is None:
-            say_if_rate_rises(existing, config, training.step)
-        # A kill may have come between writing a checkpoint and deleting the old ones.
-        group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
-        training.started -= training.progress.elapsed
+        _restore(training, existing, checkpoint)
     elif config.base.run is not None:
         # Beginning again would train from random weights what was to begin from the base.
         raise CheckpointError(
@@ -91,20 +87,6 @@ def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> No
     expected = training.model.state_dict()
     group.on_rank_zero(lambda: check_shapes(checkpoint.model, expected, where))
     training.model.load_state_dict(group.scatter(checkpoint.model))
-
-
-def _load_optimizer(training: Training, checkpoint: Checkpoint) -> None:
-    """Load the optimizer's state, or none: that of a base, or of another loop."""
-    group = training.group
-    optimizer = training.optimizer
-    tensors = group.scatter(checkpoint.optimizer)
-    if not tensors:
-        optimizer.reset()
-        return
-    if optimizer.has_known_state:
-        expected = optimizer.expected_state_dict()
-        group.on_rank_zero(lambda: check_shapes(tensors, expected, training.run.checkpoints))
-    optimizer.load_state_dict(tensors)
 
 
 def create_run(training: Training) -> None:
@@ -141,34 +123,47 @@ def save_checkpoint(training: Training) -> None:
     training.saved_step = training.step
 
 
-def restore_checkpoint(training: Training, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's weights, optimizer state and progress.
-
-    Checkpoints of later steps are damaged, since this one was found, and set aside.
-    """
+def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint's weights, optimizer state and progress, and tidy the others."""
+    config = training.config
     run = training.run
+    group = training.group
     saved = _read_progress(training, checkpoint)
     _load_weights(training, checkpoint, run.checkpoints)
-    _load_optimizer(training, checkpoint)
-    training.group.on_rank_zero(lambda: run.set_aside_after(checkpoint.step))
-    _update_environment(training, saved)
+    optimizer = group.scatter(checkpoint.optimizer)
+    if optimizer:  # there is none before the first update, or of a loop of one's own
+        if training.own.optimizer is None:
+            expected = training.optimizer.expected_state_dict()
+            group.on_rank_zero(lambda: check_shapes(optimizer, expected, run.checkpoints))
+        training.optimizer.load_state_dict(optimizer)
+    _note_environment(training, existing, saved)
     training.progress = saved
     training.saved_step = saved.step
     training.last_logged = (saved.step, saved.seconds)
-    training.group.on_rank_zero(lambda: run.write_best(saved.best))
+    training.started -= saved.elapsed
+    if training.own.schedule is None:
+        say_if_rate_rises(existing, config, saved.step)
+
+    def tidy() -> None:
+        run.set_aside_after(saved.step)  # they are damaged, since this one was found
+        run.write_best(saved.best)
+        # A kill may have come between writing a checkpoint and deleting the old ones.
+        run.prune(saved.best, config.train.keep)
+
+    group.on_rank_zero(tidy)
 
 
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
-    names = {entry.name for entry in fields(Progress)}
-    found = names & checkpoint.state.keys()
-    if missing := names - found:
+    try:
+        saved = Progress(**{entry.name: checkpoint.state[entry.name] for entry in fields(Progress)})
+    except KeyError as missing:
         raise CheckpointError(
-            f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}, perhaps begun by an "
-            f"older version; finish it with that version, or begin a new run with --from {run.path}"
-        )
-    saved = Progress(**{name: checkpoint.state[name] for name in found})
+            f"{run.checkpoints}: step {checkpoint.step} lacks {missing.args[0]}, perhaps begun by "
+            f"an older version; finish it with that version, or begin a new run with --from "
+            f"{run.path}"
+        ) from None
     if saved.own_model and training.own.model is None:
         raise ConfigError(describe_own_model(run.path))
     if saved.corpus != training.progress.corpus:
@@ -176,17 +171,19 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     return saved
 
 
-def _update_environment(training: Training, saved: Progress) -> None:
+def _note_environment(training: Training, existing: Config, saved: Progress) -> None:
     """Note in a progress where it now continues; warn if the bits will no longer be the same."""
     now = training.progress
     if saved.dtype != now.dtype:  # one begins or ends to need it
         saved.loss_scale = now.loss_scale
-    changes = []
+    before = asdict(saved) | existing.train.model_dump(include=set(GROUPING))
+    after = asdict(now) | training.config.train.model_dump(include=set(GROUPING))
     for name in BITS_DEPEND_ON:
-        before = getattr(saved, name)
-        current = getattr(now, name)
-        if before != current:
-            changes.append(f"{name} was {before}, is {current}")
-            setattr(saved, name, current)
+        setattr(saved, name, after[name])
+    changes = [
+        f"{name} was {before[name]}, is {after[name]}"
+        for name in (*BITS_DEPEND_ON, *GROUPING)
+        if before[name] != after[name]
+    ]
     if changes:
         warn(f"{training.run.path}: {'; '.join(changes)}; results will no longer be bit-identical")

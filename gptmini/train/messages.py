@@ -8,7 +8,6 @@ from gptmini.console import format_bytes, format_count, format_duration, say_hea
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
-from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import Training
 
 MAX_USEFUL_EPOCHS = 20  # after which a small model learns little more about unseen text
@@ -199,20 +198,6 @@ def describe_windows(training: Training, step: int) -> str:
     if len(starts) > SHOWN_WINDOWS:
         starts = [*starts[:SHOWN_WINDOWS], "..."]
     return f"the windows at tokens {', '.join(starts)}"
-
-
-def warn_of_other_bits(existing: Config, config: Config, run: RunDirectory) -> None:
-    """Warn if gradients are added in another order than before, or rows computed in other groups.
-
-    Each group draws its own dropout, and the gradients of the groups are added.
-    """
-    for key in ("micro_batch_size", "reduce"):
-        before = getattr(existing.train, key)
-        now = getattr(config.train, key)
-        if before != now:
-            warn(
-                f"{run.path}: {key} was {before}, is {now}; results will no longer be bit-identical"
-            )
 
 
 def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
