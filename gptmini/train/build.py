@@ -57,26 +57,25 @@ def build_training(
     n = rank_rows // micro_batch_size  # micro-batches of each rank
     # A block of the step's micro-batches for each rank: a subtree of exact sums.
     micro_batches = list(range(group.rank * n, (group.rank + 1) * n))
-    rows: list[int] = []
-    for number in micro_batches:
-        first = number * micro_batch_size
-        rows += range(first, first + micro_batch_size)
-    batches = Batches(
-        corpus.training,
-        config.data.weights,
-        config.seq_len,
-        train.batch_size,
-        train.seed,
-        rows=rows,
-    )
+    rows = range(group.rank * rank_rows, (group.rank + 1) * rank_rows)
+    if own.batches is not None:
+        batches: Batches = GivenBatches(own.batches, config.seq_len, train.batch_size, rows)
+    else:
+        batches = Batches(
+            corpus.training,
+            config.data.weights,
+            config.seq_len,
+            train.batch_size,
+            train.seed,
+            rows=rows,
+        )
+    if own.optimizer is not None:
+        optimizer = Optimizer.wrap(own.optimizer(model), model)
+    else:
+        orthogonalize = group.choose_orthogonalize(train.reduce)
+        optimizer = Optimizer(model, train, compute.dtype, orthogonalize)
     progress = _start_progress(plan)
     progress.own_model = own.model is not None
-    if own.batches is not None:
-        batches = GivenBatches(own.batches, config.seq_len, train.batch_size, rows)
-    if own.optimizer is None:
-        optimizer = group.create_optimizer(model, train, compute)
-    else:
-        optimizer = Optimizer.wrap(own.optimizer(model), model)
     build_token_bias(corpus.tokenizer, config.sample)  # refuses now what a sample would
     return Training(
         plan=plan,

@@ -14,7 +14,7 @@ import torch
 
 from gptmini.errors import MachineError, make_missing_wing_error
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer, orthogonalize, orthogonalize_one_by_one
+from gptmini.model.optim import orthogonalize, orthogonalize_one_by_one
 from gptmini.train.gradients import ExactGradients, Gradients
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gptmini.config.settings import Config, ModelConfig, TrainConfig
+    from gptmini.config.settings import Config, ModelConfig
     from gptmini.machine import Compute, ReceivedSignals
     from gptmini.model.optim import Orthogonalize
     from gptmini.plan.plan import Plan
@@ -73,10 +73,6 @@ class Group:
     def create_model(self, config: ModelConfig, compute: Compute) -> GPT:
         """Create a model with the initial weights of the current random seed."""
         return GPT(config).to(compute.device)
-
-    def create_optimizer(self, model: GPT, train: TrainConfig, compute: Compute) -> Optimizer:
-        """Create the optimizer of this rank."""
-        return Optimizer(model, train, compute.dtype, self.choose_orthogonalize(train.reduce))
 
     def choose_orthogonalize(self, reduce: str) -> Orthogonalize:
         """Return how Muon orthogonalizes the matrices of one shape."""
