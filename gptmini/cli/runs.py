@@ -1,6 +1,7 @@
 """`gptmini runs`: list runs, and say what of them can be deleted."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from gptmini.cli.options import RUNS_FOLDER, AsJson, Cache, argument
@@ -29,12 +30,12 @@ def list_runs(
         runs = [run for folder in folders for run in listing.list_runs(folder, count_parameters)]
     removable = [each for run in runs for each in run.removable]
     removable += [each for folder in folders for each in listing.find_leftovers(folder)]
-    cache_bytes = listing.measure_folder(cache)
+    cache_size = listing.measure(cache)
     if as_json:
         facts = {
-            "runs": listing.to_json(runs),
-            "removable": listing.to_json(removable),
-            "cache": {"path": str(cache), "bytes": cache_bytes},
+            "runs": [asdict(run) for run in runs],
+            "removable": [asdict(each) for each in removable],
+            "cache": asdict(cache_size),
         }
         print(json.dumps(facts))
         return
@@ -45,6 +46,6 @@ def list_runs(
     if removable:
         print(f"\n{listing.format_removable(removable)}")
     print(
-        f"\ncache: {cache}, {format_bytes(cache_bytes)}; delete it while nothing runs, and gptmini "
-        f"makes again what it needs"
+        f"\ncache: {cache}, {format_bytes(cache_size.bytes)}; delete it while nothing runs, and "
+        f"gptmini makes again what it needs"
     )

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gptmini import files
 from gptmini.config import load, yamlfile
@@ -145,26 +145,25 @@ class RunDirectory:
             file.flush()
             yield
 
-    def is_locked(self) -> bool:
-        """Tell whether a process is training this run. Where files cannot be locked, say no."""
-        return self._probe_lock() == "locked"
+    def is_locked(self) -> bool | None:
+        """Tell whether a process is training this run, by sharing its lock for a moment.
 
-    def _probe_lock(self) -> Literal["free", "locked", "unknown"]:
-        """Find out whether a process holds the lock, by sharing it for a moment."""
+        None where that cannot be known.
+        """
         try:
             import fcntl  # noqa: PLC0415 - not on Windows
         except ImportError:
-            return "unknown"
+            return None
         try:
             with files.open_regular(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:  # never trained
-            return "free"
+            return False
         except BlockingIOError:
-            return "locked"
+            return True
         except OSError:  # this file system has no locks
-            return "unknown"
-        return "free"
+            return None
+        return False
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -279,7 +278,7 @@ class RunDirectory:
         That is every checkpoint before the newest intact one, but for the best, and what killed
         processes left.
         """
-        if self._probe_lock() != "free":
+        if self.is_locked() is not False:
             return []
         removable = [*self.path.glob(".tmp-*"), *self.checkpoints.glob(".trash-*")]
         removable += [*self.checkpoints.glob(".tmp*"), *self.checkpoints.glob("step-*.damaged")]

@@ -5,11 +5,10 @@ Nothing is written or deleted here.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gptmini.config.settings import ModelConfig
 from gptmini.console import format_bytes, format_table
@@ -79,14 +78,14 @@ def find_leftovers(folder: Path) -> list[FileSize]:
             # A process may have just made the folder and put nothing into it yet.
             written = max(path.stat().st_mtime, _measure_files(path)[1])
             if path.is_dir() and written < latest:
-                leftovers.append(_measure(path))
+                leftovers.append(measure(path))
     return leftovers
 
 
 def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> RunSummary:
     run = RunDirectory(path)
     size, written = _measure_files(path)
-    being_trained = run.is_locked()
+    being_trained = bool(run.is_locked())
     try:
         config = run.load_config()
         metrics = read_metrics(run.metrics_file)
@@ -110,11 +109,12 @@ def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> Ru
         val_loss=val_loss,
         val_bpb=val_bpb,
         source=run.read_source(),
-        removable=tuple(_measure(removed) for removed in removable),
+        removable=tuple(measure(removed) for removed in removable),
     )
 
 
-def _measure(path: Path) -> FileSize:
+def measure(path: Path) -> FileSize:
+    """Return a folder with the bytes of all files in it; 0 if there is none."""
     return FileSize(str(path), _measure_files(path)[0])
 
 
@@ -130,11 +130,6 @@ def _measure_files(path: Path) -> tuple[int, float]:
                 if name != "lock":  # written when a training run begins
                     written = max(written, status.st_mtime)
     return size, written
-
-
-def measure_folder(path: Path) -> int:
-    """Return the bytes of all files in a folder; 0 if there is none."""
-    return _measure_files(path)[0]
 
 
 def format_runs(runs: list[RunSummary]) -> str:
@@ -166,8 +161,3 @@ def format_removable(removable: list[FileSize]) -> str:
     rows = [["can be deleted", "size"]]
     rows += [[each.path, format_bytes(each.bytes)] for each in removable]
     return format_table(rows)
-
-
-def to_json(items: Sequence[RunSummary | FileSize]) -> list[dict[str, Any]]:
-    """Return runs or files as JSON data."""
-    return [asdict(item) for item in items]

@@ -135,13 +135,8 @@ def _parse_line(text: bytes) -> Metrics | None:
 
 
 def select_numbers(lines: list[Metrics], *keys: str) -> list[tuple[Any, ...]]:
-    """Return the figures `keys` of each line of metrics that has them all as finite numbers."""
-    rows = [tuple(line.get(key) for key in keys) for line in lines]
-    return [row for row in rows if all(_is_finite_number(value) for value in row)]
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300
+    """Return the figures `keys` of each line of metrics that has them all."""
+    return [tuple(line[key] for key in keys) for line in lines if line.keys() >= set(keys)]
 
 
 def check_installed(names: Iterable[str]) -> None:
