@@ -15,6 +15,7 @@ Letters: B batch, T positions (seq_len).
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -160,18 +161,10 @@ def iter_validation_batches(
         if limit is not None and limit < total:
             n_windows = -(-(len(text) - 1) // stride)
             windows = _spread_evenly(windows, n_windows, limit / total)
-        rows: list[np.ndarray] = []
-        new_counts: list[int] = []
-        for start, end, new in windows:
-            row = text.read_marked(start, end - start + 1)
-            if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
-                yield _mask_repeated_targets(rows, new_counts)
-                rows = []
-                new_counts = []
-            rows.append(row)
-            new_counts.append(new)
-        if rows:
-            yield _mask_repeated_targets(rows, new_counts)
+        for length, same_length in groupby(windows, lambda window: window[1] - window[0]):
+            while batch := list(islice(same_length, batch_size)):
+                rows = [text.read_marked(start, length + 1) for start, _, _ in batch]
+                yield _mask_repeated_targets(rows, [new for _, _, new in batch])
 
 
 def _iter_windows(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:

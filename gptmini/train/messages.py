@@ -3,7 +3,7 @@
 import signal
 import statistics
 
-from gptmini.config.settings import Config, TrainConfig
+from gptmini.config.settings import Config
 from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
@@ -23,9 +23,8 @@ def say_header_lines(training: Training) -> None:
     say_header(_describe_model(training))
     say_header(_describe_recipe(training))
     say_header(_describe_machine(training))
+    say_header(_describe_length(training))
     train = training.config.train
-    epochs = count_epochs(training.config, training.plan.text_size)
-    say_header(_describe_length(training, epochs))
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
@@ -73,26 +72,21 @@ def _describe_recipe(training: Training) -> str:
     if training.own.optimizer is not None:
         parts.append(type(training.optimizer.optimizers[0]).__name__)
     else:
-        parts += _describe_optimizer(train)
+        if train.optimizer == "muon":
+            parts.append(f"Muon lr {train.muon_lr:g}")
+        parts.append(f"AdamW lr {train.lr:g}")
+        if train.embed_lr is not None:
+            parts.append(f"embeddings lr {train.embed_lr:g}")
+        parts.append(f"weight decay {train.weight_decay:g}")
     parts.append("tied head" if model.tie_embeddings else "untied head")
     parts.append(f"dropout {model.dropout:g}")
     return f"  recipe    {size}{', '.join(parts)}"
 
 
-def _describe_optimizer(train: TrainConfig) -> list[str]:
-    parts = []
-    if train.optimizer == "muon":
-        parts.append(f"Muon lr {train.muon_lr:g}")
-    parts.append(f"AdamW lr {train.lr:g}")
-    if train.embed_lr is not None:
-        parts.append(f"embeddings lr {train.embed_lr:g}")
-    parts.append(f"weight decay {train.weight_decay:g}")
-    return parts
-
-
 def _describe_machine(training: Training) -> str:
     train = training.config.train
     progress = training.progress
+    outcome = training.plan.compile_outcome
     parts = [
         f"  machine   {progress.device}, {format_count(progress.threads, 'thread')}, "
         f"{progress.dtype}",
@@ -102,12 +96,10 @@ def _describe_machine(training: Training) -> str:
         parts.append("deterministic")
     if training.group.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
-    if train.compile == "on" and training.plan.compile_outcome:
-        parts.append(f"compile on: {training.plan.compile_outcome}")
-    elif train.compile == "on":
-        parts.append("compile on")
-    elif training.plan.compile_outcome:
-        parts.append(training.plan.compile_outcome)
+    if train.compile == "on":
+        parts.append(f"compile on: {outcome}" if outcome else "compile on")
+    elif outcome:
+        parts.append(outcome)
     return "; ".join(parts)
 
 
@@ -119,8 +111,9 @@ def _describe_memory(memory: cost.Memory) -> str:
     )
 
 
-def _describe_length(training: Training, epochs: float) -> str:
+def _describe_length(training: Training) -> str:
     train = training.config.train
+    epochs = count_epochs(training.config, training.plan.text_size)
     step_tokens = train.batch_size * training.config.seq_len
     line = (
         f"  run       {training.run.path}: {format_count(train.steps, 'step')} x "
@@ -130,10 +123,7 @@ def _describe_length(training: Training, epochs: float) -> str:
         line += f"; resuming after step {training.step:,}"
     if training.plan.seconds_per_step is not None and training.step < train.steps:
         seconds_left = (train.steps - training.step) * training.plan.seconds_per_step
-        if seconds_left >= 1:
-            line += f"; about {format_duration(seconds_left)} left"
-        else:
-            line += "; about a second left"
+        line += f"; about {format_duration(max(1, seconds_left))} left"
     return line
 
 
@@ -176,21 +166,21 @@ def report_spike(training: Training, train_loss: float) -> None:
     if len(recent) >= MIN_LOSSES_FOR_SPIKE:
         usual = statistics.mean(recent)
         if train_loss > usual + SPIKE_DEVIATIONS * statistics.pstdev(recent) + SPIKE_MARGIN:
-            where = describe_windows(training, training.step - 1)
+            where = _describe_windows(training, training.step - 1)
             warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}, in {where}")
     recent.append(train_loss)
 
 
 def describe_divergence(training: Training, problem: str) -> str:
     """Return the message for a run whose numbers are no longer finite."""
-    where = describe_windows(training, training.step)
+    where = _describe_windows(training, training.step)
     return (
         f"{training.run.path}: {problem} after step {training.step}, in {where}; nothing "
         f"of it was saved; lower train.lr and choose another --out"
     )
 
 
-def describe_windows(training: Training, step: int) -> str:
+def _describe_windows(training: Training, step: int) -> str:
     """Return where the windows of a step begin, so that a user can find the text."""
     starts = [str(start) for _, start in training.batches.locate_windows(step)]
     if not starts:
