@@ -2,7 +2,7 @@
 
 import lzma
 import math
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -104,9 +104,10 @@ def measure_compressors(corpus: Corpus, split: Split = "validation") -> dict[str
     held_out = read_bytes(get_held_out(corpus, split), corpus.tokenizer)
     if len(training) > MAX_COMPRESSED_BYTES or not held_out:
         return {}
+    ppmd = [partial(_measure_ppmd, order=order) for order in PPMD_ORDERS]
     figures = {}
-    for name, measures in (("xz", [_measure_xz]), ("PPMd", _list_ppmd())):
-        if measures:
+    for name, measures in (("xz", [_measure_xz]), ("PPMd", ppmd)):
+        with suppress(ImportError):
             added = min(measure(training + held_out) - measure(training) for measure in measures)
             figures[name] = 8 * added / len(held_out)
     return figures
@@ -127,18 +128,9 @@ def _measure_xz(text: bytes) -> int:
     return len(lzma.compress(text, preset=9))
 
 
-def _list_ppmd() -> list[Callable[[bytes], int]]:
-    """List what measures the size of a text by PPMd, for each order; nothing without pyppmd."""
-    try:
-        ppmd = import_module("pyppmd")
-    except ImportError:
-        return []
-
-    def measure_size(text: bytes, order: int) -> int:
-        encoder = ppmd.Ppmd7Encoder(order, PPMD_MEMORY)
-        return len(encoder.encode(text)) + len(encoder.flush())
-
-    return [partial(measure_size, order=order) for order in PPMD_ORDERS]
+def _measure_ppmd(text: bytes, order: int) -> int:
+    encoder = import_module("pyppmd").Ppmd7Encoder(order, PPMD_MEMORY)
+    return len(encoder.encode(text)) + len(encoder.flush())
 
 
 def read_bytes(files: list[TokenFile], tokenizer: Tokenizer) -> bytes:
