@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.filters import LogitsProcessor, draw_tokens
+from gptmini.generate.filters import draw_tokens
 from gptmini.generate.precision import widen_weights
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
@@ -64,11 +64,9 @@ class Engine(ABC):
         A caller that serves other texts calls this between their tokens.
         """
 
-    def draw(
-        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
-    ) -> dict[Sequence, int]:
+    def draw(self, logits: list[Tensor], texts: list[Sequence]) -> dict[Sequence, int]:
         """Draw the next token of each text from its logits (V,), as `filters.draw_tokens` does."""
-        return draw_tokens(copy_to_host(logits), texts, processors)
+        return draw_tokens(copy_to_host(logits), texts)
 
     @abstractmethod
     def is_current(self, model: GPT) -> bool:

@@ -25,51 +25,31 @@ from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_to
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
 
-
-class LogitsProcessor:
-    """What the logits of a text are adjusted by: its settings, and a bias (V,) that may be -inf."""
-
-    def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
-        self.sample = sample
-        self._bias = bias  # (V,)
-        self._bias_on_device: Tensor | None = None
-
-    def get_bias(self, device: torch.device) -> Tensor | None:
-        """Return the bias (V,) on a device; it is copied there once."""
-        if self._bias_on_device is None and self._bias is not None:
-            self._bias_on_device = self._bias.to(device)
-        return self._bias_on_device
-
-
-Texts = list[Sequence]
-Processors = list[LogitsProcessor]
-
-
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-def draw_tokens(logits: list[Tensor], texts: Texts, processors: Processors) -> dict[Sequence, int]:
+def draw_tokens(logits: list[Tensor], texts: list[Sequence]) -> dict[Sequence, int]:
     """Draw the next token of each text from the model's logits on the host, (V,) each.
 
     A text that can have no token, such as one with a ban of all, fails, and gets none.
     """
     tokens: dict[Sequence, int] = {}
-    for row, text, processor in zip(logits, texts, processors, strict=True):
+    for row, text in zip(logits, texts, strict=True):
         try:
-            tokens[text] = draw_token(row, text, processor)
+            tokens[text] = draw_token(row, text)
         except GptminiError as error:
             text.fail(error)
     return tokens
 
 
-def draw_token(logits: Tensor, text: Sequence, processor: LogitsProcessor) -> int:
+def draw_token(logits: Tensor, text: Sequence) -> int:
     """Draw the next token of a text from the model's logits (V,) on the host."""
     # argmax of NaN would be token 0, silently.
     if not np.isfinite(logits.numpy()).all():
         raise make_non_finite_error()
-    (scores,) = adjust_logits(logits[None], [text], [processor])  # (V,)
-    random = make_random_number(processor.sample.seed, text.number, len(text.tokens))
-    return sample_token(scores, processor.sample, random)
+    (scores,) = adjust_logits(logits[None], [text])  # (V,)
+    random = make_random_number(text.sample.seed, text.number, len(text.tokens))
+    return sample_token(scores, text.sample, random)
 
 
 def make_random_number(seed: int, text_number: int, position: int) -> float:
@@ -172,31 +152,31 @@ FILTERS = {"top_p": Filter(keep_top_p, 1.0), "min_p": Filter(keep_min_p, 0.0)}
 # -- adjustments of the logits (R, V) of R texts ---------------------------------------------------
 
 
-def adjust_logits(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+def adjust_logits(logits: Tensor, texts: list[Sequence]) -> Tensor:
     """Adjust logits (R, V) before the filters; those given stay as they are."""
     for adjust in ADJUSTMENTS:
-        logits = adjust(logits, texts, processors)
+        logits = adjust(logits, texts)
     return logits
 
 
-def add_bias(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+def add_bias(logits: Tensor, texts: list[Sequence]) -> Tensor:
     """Add the bias of each text; -inf bans a token."""
-    biases = [processor.get_bias(logits.device) for processor in processors]  # (V,) each
-    if not any(bias is not None for bias in biases):
+    if all(text.bias is None for text in texts):
         return logits
     adjusted = logits.clone()
-    for row, bias in enumerate(biases):
-        if bias is not None:
-            adjusted[row] += bias
+    for row, text in enumerate(texts):
+        if text.bias is not None:
+            text.bias = text.bias.to(logits.device)  # it stays there
+            adjusted[row] += text.bias
     return adjusted
 
 
-def penalize_repetition(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+def penalize_repetition(logits: Tensor, texts: list[Sequence]) -> Tensor:
     """Divide positive and multiply negative logits of tokens in prompt and text (Keskar 2019)."""
     places: list[tuple[int, int]] = []
     factors: list[float] = []
-    for row, (text, processor) in enumerate(zip(texts, processors, strict=True)):
-        penalty = processor.sample.repetition_penalty
+    for row, text in enumerate(texts):
+        penalty = text.sample.repetition_penalty
         if penalty != 1:
             seen = {*text.prompt_tokens, *text.tokens}
             places += [(row, token) for token in seen]
@@ -210,12 +190,12 @@ def penalize_repetition(logits: Tensor, texts: Texts, processors: Processors) ->
     return logits.index_put(indices, torch.where(old > 0, old / factor, old * factor))
 
 
-def penalize_presence(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+def penalize_presence(logits: Tensor, texts: list[Sequence]) -> Tensor:
     """Subtract the presence penalty once from each token drawn, the frequency penalty each time."""
     places: list[tuple[int, int]] = []
     counts: list[tuple[float, float, int]] = []
-    for row, (text, processor) in enumerate(zip(texts, processors, strict=True)):
-        sample = processor.sample
+    for row, text in enumerate(texts):
+        sample = text.sample
         if sample.presence_penalty != 0 or sample.frequency_penalty != 0:
             for token, count in Counter(text.tokens).items():
                 places.append((row, token))
@@ -229,7 +209,7 @@ def penalize_presence(logits: Tensor, texts: Texts, processors: Processors) -> T
     return logits.index_put(indices, logits[indices] - penalties)
 
 
-def limit_first_token(logits: Tensor, texts: Texts, processors: Processors) -> Tensor:
+def limit_first_token(logits: Tensor, texts: list[Sequence]) -> Tensor:
     """Rule out the tokens that may not begin a text."""
     limits = {row: text.allowed_first for row, text in enumerate(texts) if not text.tokens}
     adjusted = logits

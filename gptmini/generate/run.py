@@ -279,7 +279,7 @@ class Run:
             if not isinstance(prompt, str) and not is_tokens:
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use a list for several")
-            text = self.create_text(number, prompt, sample, special)
+            text = self.create_text(number, prompt, sample, bias, special)
             if text.context_start:
                 n_prompt = len(text.prompt_tokens)
                 n_seen = len(text.context)
@@ -292,7 +292,7 @@ class Run:
                 f"draft {draft.path}: its tokenizer differs from that of {self.path}; "
                 "use a draft with the same tokenizer"
             )
-        tokens = self._generate_tokens(texts, sample, bias, draft, use_cache)
+        tokens = self._generate_tokens(texts, draft, use_cache)
         with self.borrow_engine(len(texts), use_cache) as engine:  # as the first token will
             return Generation(tokens, texts, logprobs, engine.name)
 
@@ -320,6 +320,7 @@ class Run:
         number: int,
         prompt: str | list[int],
         sample: SampleConfig,
+        bias: Tensor | None = None,
         special: bool = False,
         whole: bool = False,
     ) -> Sequence:
@@ -336,18 +337,14 @@ class Run:
             tokens = prompt
             prompt = self.tokenizer.decode(tokens)
         tokens = tokens or encode_start(self.tokenizer, sample)
-        check_overflow(len(tokens), sample, self.context_length)
-        return Sequence(
-            number, tokens, self.context_length, prompt, self.tokenizer, sample.stop, allowed_first
+        text = Sequence(
+            number, tokens, self.context_length, sample, bias, prompt, self.tokenizer, allowed_first
         )
+        check_overflow(text)
+        return text
 
     def _generate_tokens(
-        self,
-        texts: list[Sequence],
-        sample: SampleConfig,
-        bias: Tensor | None,
-        draft: "str | Run | None",
-        use_cache: bool,
+        self, texts: list[Sequence], draft: "str | Run | None", use_cache: bool
     ) -> Iterator[tuple[Sequence, int, Tensor]]:
         """Yield what `sampler.sample_tokens` yields, on engines that nobody else uses meanwhile."""
         # A generator borrows its engines at its first step and gives them back when it is closed,
@@ -357,15 +354,13 @@ class Run:
             drafter: PromptLookup | DraftModel | None = None
             if isinstance(draft, Run):
                 draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
-                drafter = DraftModel(draft.context_length, draft_engine, sample)
+                drafter = DraftModel(draft.context_length, draft_engine)
             elif draft:
                 drafter = PromptLookup()
             if drafter is None:
-                yield from sample_tokens(engine, texts, sample, self.context_length, bias)
+                yield from sample_tokens(engine, texts)
             else:
-                yield from sample_speculatively(
-                    engine, drafter, texts, sample, self.context_length, bias
-                )
+                yield from sample_speculatively(engine, drafter, texts)
 
     def encode(self, text: str, name: str = "text", special: bool = False) -> list[int]:
         """Encode a text to the tokens that `model` takes.

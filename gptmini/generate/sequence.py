@@ -5,7 +5,6 @@ A `Sequence` is the state that the parts of generation share: the engine reads `
 """
 
 import codecs
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,8 @@ from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError, GptminiError, shorten
 from gptmini.tokenizer.spelling import label_tokens
 from gptmini.tokenizer.tokenizers import Tokenizer
+
+DEFAULT_SAMPLE = SampleConfig()
 
 
 def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
@@ -110,14 +111,15 @@ class Sequence:
         number: int,
         prompt_tokens: list[int],
         context_length: int,
+        sample: SampleConfig = DEFAULT_SAMPLE,
+        bias: Tensor | None = None,
         prompt: str = "",
         tokenizer: Tokenizer | None = None,
-        stops: Iterable[str] = (),
         allowed_first: Tensor | None = None,
     ) -> None:
         """`number` selects the random numbers of this text.
 
-        `context_length` is that of the model. Only `decode_token` needs `tokenizer` and `stops`.
+        `context_length` is that of the model. Only `decode_token` needs `tokenizer`.
         """
         self.number = number
         self.prompt = prompt
@@ -127,11 +129,14 @@ class Sequence:
         self.finish_reason: str | None = None
         self.error: GptminiError | None = None
         # For the sampler and the drafters.
+        self.sample = sample
+        self.bias = bias  # (V,), added to all logits; -inf bans a token
         self.prompt_tokens = prompt_tokens
         self.allowed_first = allowed_first  # (V,), bool: tokens that may come first; None: all
         self.drafted = 0
         self.accepted = 0
         # For the engine. `context` is what the model sees, from position 0 on.
+        self.context_length = context_length
         self.context = prompt_tokens[-context_length:]
         self.context_start = len(prompt_tokens) - len(self.context)  # tokens that have slid out
         self.n_cached = 0  # the KV cache holds this many tokens at the start of `context`
@@ -139,7 +144,7 @@ class Sequence:
         self.n_reused = 0  # prompt tokens whose keys were copied from another text
         # For `decode_token`.
         self._tokenizer = tokenizer
-        self._stops = [StopMatcher(stop) for stop in stops]
+        self._stops = [StopMatcher(stop) for stop in sample.stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""  # may be the beginning of a stop text
         # The prompt already shows the space that the first token brings along.

@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gptmini.config.settings import SampleConfig
 from gptmini.generate.engine import Engine, copy_to_host
-from gptmini.generate.filters import LogitsProcessor, draw_token
+from gptmini.generate.filters import draw_token
 from gptmini.generate.sampler import append_token
 from gptmini.generate.sequence import Sequence
 
@@ -32,19 +31,13 @@ class Drafter(Protocol):
 
 @torch.inference_mode()
 def sample_speculatively(
-    engine: Engine,
-    drafter: Drafter,
-    texts: list[Sequence],
-    sample: SampleConfig,
-    context_length: int,
-    bias: Tensor | None = None,
+    engine: Engine, drafter: Drafter, texts: list[Sequence]
 ) -> Iterator[tuple[Sequence, int, Tensor]]:
     """Yield what `sampler.sample_tokens` yields, in fewer passes where the drafts are right."""
-    processor = LogitsProcessor(sample, bias)
     while live := [text for text in texts if text.finish_reason is None]:
         # Drafted tokens go through the model behind the known ones, so that one pass gives the
         # logits after the last known token and after each drafted one.
-        drafts = _draft_tokens(drafter, live, sample, context_length)
+        drafts = _draft_tokens(drafter, live)
         for text, draft in zip(live, drafts, strict=True):
             text.context += draft
             text.n_logits = 1 + len(draft)
@@ -56,8 +49,8 @@ def sample_speculatively(
             text.drafted += len(draft)
             for position in range(len(logits)):
                 at_position = logits[position]  # (V,)
-                token = draw_token(at_position, text, processor)
-                append_token(text, token, sample, context_length)
+                token = draw_token(at_position, text)
+                append_token(text, token)
                 yield text, token, at_position
                 # The next logits hold only if this token is the drafted one.
                 is_drafted = position < len(draft) and draft[position] == token
@@ -68,14 +61,12 @@ def sample_speculatively(
             text.n_cached = min(text.n_cached, len(text.context) - 1)
 
 
-def _draft_tokens(
-    drafter: Drafter, texts: list[Sequence], sample: SampleConfig, context_length: int
-) -> list[list[int]]:
+def _draft_tokens(drafter: Drafter, texts: list[Sequence]) -> list[list[int]]:
     """Draft tokens for each text, none where the model could not verify them cheaply."""
     limits = []
     for text in texts:
-        new_tokens_left = sample.max_new_tokens - len(text.tokens) - 1
-        context_left = context_length - len(text.context)
+        new_tokens_left = text.sample.max_new_tokens - len(text.tokens) - 1
+        context_left = text.context_length - len(text.context)
         # A single step waits for memory, so drafts are nearly free; a prefill would pay for them.
         is_single_step = text.n_cached == len(text.context) - 1
         limit = min(MAX_DRAFT_TOKENS, new_tokens_left, context_left)
@@ -111,16 +102,14 @@ class PromptLookup:
 class DraftModel:
     """Drafts what a smaller model with the same tokenizer draws with the same random numbers."""
 
-    def __init__(self, context_length: int, engine: Engine, sample: SampleConfig) -> None:
+    def __init__(self, context_length: int, engine: Engine) -> None:
         self._context_length = context_length
         self._engine = engine
-        self._sample = sample
         self._views: dict[Sequence, Sequence] = {}  # each text as the draft model's engine sees it
 
     def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Draft up to `limits` tokens for each text, fewer if the draft model's context is full."""
         views = [self._sync_view(text) for text in texts]
-        processor = LogitsProcessor(self._sample, None)
         for ahead in range(max(limits)):  # one token for all texts at a time
             live = [
                 view
@@ -130,7 +119,7 @@ class DraftModel:
             if not live:
                 break
             for view, logits in zip(live, copy_to_host(self._engine(live)), strict=True):
-                token = draw_token(logits[-1], view, processor)
+                token = draw_token(logits[-1], view)
                 view.tokens.append(token)
                 view.context.append(token)
         return [view.tokens[len(text.tokens) :] for view, text in zip(views, texts, strict=True)]
@@ -139,7 +128,7 @@ class DraftModel:
         """Update the draft model's view of a text; keep its cache unless the text slid."""
         view = self._views.get(text)
         if view is None:
-            view = Sequence(text.number, text.prompt_tokens, self._context_length)
+            view = Sequence(text.number, text.prompt_tokens, self._context_length, text.sample)
             self._views[text] = view
         slid = view.context_start != text.context_start
         view.tokens = list(text.tokens)

@@ -24,23 +24,20 @@ def generate_sample(training: Training) -> str:
     settings = training.config.sample.model_copy(update=limits)
     model = training.model
     tokenizer = training.corpus.tokenizer
-    context_length = training.config.model.context_length
-    tokens = encode_start(tokenizer, settings)
-    bias = build_token_bias(tokenizer, settings)  # (V,), if there is any
     text = Sequence(
         0,
-        tokens,
-        context_length,
+        encode_start(tokenizer, settings),
+        training.config.model.context_length,
+        settings,
+        build_token_bias(tokenizer, settings),
         tokenizer=tokenizer,
-        stops=settings.stop,
         allowed_first=allow_any_but_end(tokenizer),
     )
     model.eval()
     started = time.perf_counter()
     seconds = _get_sample_seconds(training)
     with training.enter_inference(), machine.allow_varying_algorithms():
-        drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, bias)
-        for _, token, _ in drawn:
+        for _, token, _ in sample_tokens(TorchEngine(model), [text]):
             text.decode_token(token)
             if time.perf_counter() - started > seconds:
                 break

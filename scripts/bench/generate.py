@@ -143,9 +143,9 @@ def to_llama_weights(model: GPT) -> dict[str, Tensor]:
 def time_gptmini(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """Seconds in all and to the first token."""
     sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
-    texts = [Sequence(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
+    texts = [Sequence(n, prompt, 1024, sample) for n, prompt in enumerate(prompts.tolist())]
     started = time.perf_counter()
-    times = [time.perf_counter() for _ in sample_tokens(decoder, texts, sample, 1024)]
+    times = [time.perf_counter() for _ in sample_tokens(decoder, texts)]
     return times[-1] - started, times[0] - started
 
 

@@ -26,7 +26,6 @@ from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.extras.engine.device_draw import draw_on_device
 from gptmini.extras.engine.packing import copy_as
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
@@ -164,9 +163,8 @@ def count_token(name: str, n_texts: int) -> dict[str, Any]:
     with torch.device("gpu"):
         model = copy_as(GPT(config).eval(), torch.bfloat16)
     engine = TorchEngine(model, n_texts)
-    texts = [Sequence(number, [1] * (5 + number), 1024) for number in range(n_texts)]
     sample = SampleConfig(top_k=50, top_p=0.9)
-    processor = LogitsProcessor(sample, None)
+    texts = [Sequence(number, [1] * (5 + number), 1024, sample) for number in range(n_texts)]
     engine(texts)
     for text in texts:
         text.context.append(1)
@@ -174,7 +172,7 @@ def count_token(name: str, n_texts: int) -> dict[str, Any]:
         logits = engine(texts)
     with CountingDevice() as draw:
         rows = torch.stack([each[-1] for each in logits])
-        draw_on_device(rows, texts, [processor] * n_texts)
+        draw_on_device(rows, texts)
     return {
         "kernels": step.kernels.total(),
         "draw_kernels": draw.kernels.total(),

@@ -15,7 +15,6 @@ from torch import Tensor
 from gptmini.config.settings import SampleConfig
 from gptmini.generate.filters import (
     FILTERS,
-    LogitsProcessor,
     adjust_logits,
     make_no_token_error,
     make_non_finite_error,
@@ -30,21 +29,16 @@ NO_TOKEN = -2
 
 
 @torch.inference_mode()
-def draw_on_device(
-    logits: Tensor, texts: list[Sequence], processors: list[LogitsProcessor]
-) -> dict[Sequence, int]:
-    """Draw a token from each row of logits (R, V) as `filters.draw_tokens` does.
-
-    Each row has a text and a processor.
-    """
+def draw_on_device(logits: Tensor, texts: list[Sequence]) -> dict[Sequence, int]:
+    """Draw a token from each row of logits (R, V) as `filters.draw_tokens` does."""
     V = logits.shape[1]
     compute = Compute(logits.device, logits.dtype)
     is_finite = logits.isfinite().all(dim=1)  # (R,)
-    scores = adjust_logits(logits, texts, processors)  # (R, V)
+    scores = adjust_logits(logits, texts)  # (R, V)
     rows_of_kind: dict[str, list[int]] = {}
-    for row, processor in enumerate(processors):
-        rows_of_kind.setdefault(_find_kind(processor.sample, V), []).append(row)
-    listed = [_list_settings(*row) for row in zip(texts, processors, strict=True)]
+    for row, text in enumerate(texts):
+        rows_of_kind.setdefault(_find_kind(text.sample, V), []).append(row)
+    listed = [_list_settings(text) for text in texts]
     settings = compute.copy(torch.tensor(listed, dtype=torch.float64))  # (R, S)
     tokens = torch.empty(len(texts), dtype=torch.long, device=logits.device)  # (R,)
     for kind, rows in rows_of_kind.items():
@@ -52,7 +46,7 @@ def draw_on_device(
         if len(rows_of_kind) > 1:
             alike = compute.copy(torch.tensor(rows))  # (B,)
         columns = settings[alike].split(1, dim=1)
-        samples = [processors[row].sample for row in rows]
+        samples = [texts[row].sample for row in rows]
         n_sorted = V
         if kind == "top_k":
             n_sorted = max(sample.top_k or V for sample in samples)
@@ -80,9 +74,9 @@ def _find_kind(sample: SampleConfig, vocab_size: int) -> str:
     return "unsorted"
 
 
-def _list_settings(text: Sequence, processor: LogitsProcessor) -> list[float]:
+def _list_settings(text: Sequence) -> list[float]:
     """List what a row is drawn with: random number, temperature, top-k, then those of FILTERS."""
-    sample = processor.sample
+    sample = text.sample
     values = {name: getattr(sample, name) for name in FILTERS}
     return [
         make_random_number(sample.seed, text.number, len(text.tokens)),

@@ -11,7 +11,6 @@ from gptmini.extras.engine.fingerprint import Fingerprint
 from gptmini.extras.engine.graphs import StepGraphs
 from gptmini.extras.engine.packing import copy_as
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.precision import widen_weights
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import multiplies_bfloat16
@@ -48,13 +47,11 @@ class GpuEngine(TorchEngine):
         self._on_device = model.device.type in DRAWING_DEVICES
         self._graphs = StepGraphs()
 
-    def draw(
-        self, logits: list[Tensor], texts: list[Sequence], processors: list[LogitsProcessor]
-    ) -> dict[Sequence, int]:
+    def draw(self, logits: list[Tensor], texts: list[Sequence]) -> dict[Sequence, int]:
         # Told to be deterministic, PyTorch refuses to sum weights up on a GPU.
         if not self._on_device or torch.are_deterministic_algorithms_enabled():
-            return super().draw(logits, texts, processors)
-        return draw_on_device(torch.stack(logits), texts, processors)
+            return super().draw(logits, texts)
+        return draw_on_device(torch.stack(logits), texts)
 
     def is_current(self, model: GPT) -> bool:
         return self._fingerprint.matches(model)

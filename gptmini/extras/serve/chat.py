@@ -9,7 +9,6 @@ from gptmini.extras.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Comp
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import TokenEvents
 from gptmini.generate.run import Run
-from gptmini.generate.sequence import Sequence
 
 # Fields that mean the same in both formats.
 SHARED_FIELDS = {
@@ -57,7 +56,10 @@ class ChatCompletion(Completion):
         if fields.get("logprobs"):
             completion_fields["logprobs"] = self._n_top_logprobs
         completion_fields["prompt"] = run.encode_chat(messages)
-        super().__init__(run, name, limits, completion_fields)
+        try:
+            super().__init__(run, name, limits, completion_fields)
+        except TooLongError as error:  # the client sent messages, not a prompt
+            raise TooLongError(f"messages{error.lines[0].removeprefix('prompt')}") from None
         self._has_role_sent = [False] * len(self.requests)
         self._common_fields["id"] = f"chatcmpl-{secrets.token_hex(12)}"
         self._common_fields["object"] = "chat.completion"
@@ -69,14 +71,6 @@ class ChatCompletion(Completion):
         n_answers = n if type(n) is int and n > 0 else 1  # else it is refused later
         n_fitting = limits.max_values // (n_answers * (1 + self._n_top_logprobs))
         return max(1, min(limits.max_tokens, n_fitting))
-
-    def _create_text(
-        self, run: Run, number: int, prompt: str | list[int], special: bool
-    ) -> Sequence:
-        try:
-            return super()._create_text(run, number, prompt, special)
-        except TooLongError as error:  # the client sent messages, not a prompt
-            raise TooLongError(f"messages{error.lines[0].removeprefix('prompt')}") from None
 
     def build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
         """Build what these events add to an answer: all of its message, or a part."""

@@ -17,7 +17,6 @@ from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError, shorten
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Request, TokenEvents
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.sequence import Sequence
 
@@ -83,11 +82,13 @@ class Completion:
         texts: list[Sequence] = []
         for prompt in prompts:
             for number in range(n):
-                texts.append(self._create_text(run, number, prompt, fields["special"]))
+                text = run.create_text(
+                    number, prompt, self.sample, bias, fields["special"], self._score_prompt
+                )
+                _check_fits(text)
+                texts.append(text)
         self._first_of_each_prompt = texts[::n]
         self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._first_of_each_prompt)
-
-        logits_processor = LogitsProcessor(self.sample, bias)
         n_tokens = len(texts) * self.sample.max_new_tokens
         if self._score_prompt:
             n_tokens += n * self.prompt_tokens
@@ -103,14 +104,7 @@ class Completion:
         self._tokenizer = run.tokenizer
         self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
         self.requests = [
-            Request(
-                text,
-                self.sample,
-                logits_processor,
-                n_logprobs,
-                self._score_prompt,
-                callback=partial(self._receive, index),
-            )
+            Request(text, n_logprobs, self._score_prompt, callback=partial(self._receive, index))
             for index, text in enumerate(texts)
         ]
         # The prompts, until the first events bring them.
@@ -136,18 +130,6 @@ class Completion:
             elif key in data and key in NULL_TURNS_OFF:
                 settings[key] = None
         return run.build_sample_config(settings)
-
-    def _create_text(
-        self, run: Run, number: int, prompt: str | list[int], special: bool
-    ) -> Sequence:
-        text = run.create_text(number, prompt, self.sample, special, whole=self._score_prompt)
-        if text.context_start:
-            n_tokens = len(text.prompt_tokens)
-            context_length = len(text.context)
-            raise TooLongError(
-                f"prompt: {n_tokens:,} tokens, but the model's context has {context_length:,}"
-            )
-        return text
 
     def _receive(self, index: int, events: TokenEvents | Exception) -> None:
         self._events.put_nowait((index, events))
@@ -236,6 +218,14 @@ class Completion:
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise ConfigError(problem)
+
+
+def _check_fits(text: Sequence) -> None:
+    if text.context_start:
+        n_tokens = len(text.prompt_tokens)
+        raise TooLongError(
+            f"prompt: {n_tokens:,} tokens, but the model's context has {text.context_length:,}"
+        )
 
 
 def _check_fields(data: dict[str, Any]) -> dict[str, Any]:

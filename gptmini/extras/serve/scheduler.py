@@ -18,9 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptmini.config.settings import SampleConfig
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import append_token
 from gptmini.generate.sequence import Sequence
@@ -60,8 +58,6 @@ class Request:
     """
 
     text: Sequence
-    sample: SampleConfig
-    logits_processor: LogitsProcessor
     n_logprobs: int | None  # how many likely tokens each event lists; None: no log-probabilities
     score_prompt: bool
     callback: Callback
@@ -186,8 +182,7 @@ class Scheduler(threading.Thread):
     ) -> Iterator[tuple[Callback, TokenEvents | Exception]]:
         """Draw a token for each text from logits, (n_logits, V) each; yield events, or an error."""
         texts = [request.text for request in requests]
-        processors = [request.logits_processor for request in requests]
-        tokens = engine.draw([logits[-1] for logits in all_logits], texts, processors)
+        tokens = engine.draw([logits[-1] for logits in all_logits], texts)
         for request, logits in zip(requests, all_logits, strict=True):
             text = request.text
             events = text.error or self._add_token(request, logits, tokens[text])
@@ -196,11 +191,10 @@ class Scheduler(threading.Thread):
     def _add_token(self, request: Request, logits: Tensor, token: int) -> TokenEvents:
         """Add a token, drawn from logits (n_logits, V), to its text; return its events."""
         text = request.text
-        context_length = self._run.context_length
         if request.n_logprobs is not None:
             logits = logits.cpu()
         events = self._score_prompt(request, logits) if request.scores_prompt_next else []
-        append_token(text, token, request.sample, context_length)
+        append_token(text, token)
         logprob, top_logprobs = _find_top_logprobs(logits[-1], token, request.n_logprobs)
         characters = text.decode_token(token)
         events.append(TokenEvent(characters, token, logprob, top_logprobs, text.finish_reason))

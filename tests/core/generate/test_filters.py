@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import (
-    LogitsProcessor,
     adjust_logits,
     compute_logprob,
     draw_token,
@@ -135,8 +134,8 @@ def test_random_numbers_are_uniform_and_differ_by_seed_text_and_place():
     assert make_random_number(1337, 0, 0) == 0.16112765958959163  # on every machine
 
 
-def text_of(prompt: list[int], drawn: list[int]) -> Sequence:
-    text = Sequence(0, prompt, 99)
+def text_of(prompt: list[int], drawn: list[int], **settings) -> Sequence:
+    text = Sequence(0, prompt, 99, SampleConfig.model_validate(settings))
     text.tokens = drawn
     return text
 
@@ -145,8 +144,7 @@ def test_penalties_are_those_of_the_papers():
     logits = torch.tensor([2.0, -2.0, 1.0, 1.0])
 
     def adjusted(prompt, drawn, **settings) -> list[float]:
-        processor = LogitsProcessor(SampleConfig.model_validate(settings), None)
-        return adjust_logits(logits[None], [text_of(prompt, drawn)], [processor])[0].tolist()
+        return adjust_logits(logits[None], [text_of(prompt, drawn, **settings)])[0].tolist()
 
     assert adjusted([0], [1, 1], repetition_penalty=2.0) == [1, -4, 1, 1]
     assert adjusted([0], [1, 1, 2], presence_penalty=0.5) == [2, -2.5, 0.5, 1]
@@ -158,8 +156,9 @@ def test_penalties_are_those_of_the_papers():
 
 
 def test_bias_is_added_before_the_penalties():
-    processor = LogitsProcessor(SampleConfig(repetition_penalty=2.0), torch.tensor([4.0, 0]))
-    found = adjust_logits(torch.tensor([[-2.0, 0]]), [text_of([0], [])], [processor])
+    text = text_of([0], [], repetition_penalty=2.0)
+    text.bias = torch.tensor([4.0, 0])
+    found = adjust_logits(torch.tensor([[-2.0, 0]]), [text])
     assert found.tolist() == [[1, 0]]
 
 
@@ -173,7 +172,7 @@ def test_banning_every_token_is_an_error(temperature):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_not_finite_are_an_error(bad):
     with pytest.raises(CheckpointError, match="non-finite"):
-        draw_token(torch.tensor([0.0, bad]), text_of([], []), LogitsProcessor(SampleConfig(), None))
+        draw_token(torch.tensor([0.0, bad]), text_of([], []))
 
 
 def test_log_probability_equals_log_softmax():

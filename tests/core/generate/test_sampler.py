@@ -13,7 +13,6 @@ from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
 from gptmini.generate import engine as torch_engine
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.sequence import Sequence
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
@@ -55,11 +54,11 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
     numbers = given.pop("numbers", range(len(prompts)))
     sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
     limit = model.config.context_length
-    texts = [Sequence(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
+    texts = [Sequence(n, prompt, limit, sample) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
-    tokens = sample_tokens(together, texts, sample, limit)
+    tokens = sample_tokens(together, texts)
     if drafter is not None:
-        tokens = sample_speculatively(together, drafter, texts, sample, limit)
+        tokens = sample_speculatively(together, drafter, texts)
     for text, token, logits in tokens:
         assert text.tokens[-1] == token
         assert logits.shape == (50,)
@@ -104,9 +103,9 @@ def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
 def test_a_text_that_ends_does_not_change_the_others(engine):
     model = model_of()
     sample = SampleConfig(max_new_tokens=30, temperature=1.0)
-    texts = [Sequence(n, [n], LIMIT) for n in range(3)]
+    texts = [Sequence(n, [n], LIMIT, sample) for n in range(3)]
     expected = drawn(model, [[0], [1], [2]], engine, max_new_tokens=30, top_k=50)
-    for text, _, _ in sample_tokens(engine_of(model, engine, 3), texts, sample, LIMIT):
+    for text, _, _ in sample_tokens(engine_of(model, engine, 3), texts):
         if text is texts[1] and len(text.tokens) == 7:
             text.finish_reason = "mine"
     assert [text.tokens for text in texts] == [expected[0], expected[1][:7], expected[2]]
@@ -135,16 +134,15 @@ def test_a_text_that_can_have_no_token_ends_with_its_error_and_no_other_does():
     texts = [Sequence(n, [n], LIMIT) for n in range(3)]
     engine = TorchEngine(model_of(), 3)
     logits = [rows[-1] for rows in engine(texts)]
-    processors = [LogitsProcessor(SampleConfig(), None) for _ in texts]
-    processors[1] = LogitsProcessor(SampleConfig(), torch.full((50,), -torch.inf))
-    tokens = engine.draw(logits, texts, processors)
+    texts[1].bias = torch.full((50,), -torch.inf)
+    tokens = engine.draw(logits, texts)
     assert list(tokens) == [texts[0], texts[2]]
     assert [text.finish_reason for text in texts] == [None, "error", None]
     with pytest.raises(ConfigError, match="no token is left"):
         raise texts[1].error
-    sample = SampleConfig(max_new_tokens=3)
+    again = Sequence(0, [1], LIMIT, bias=texts[1].bias)
     with pytest.raises(ConfigError, match="no token is left"):
-        list(sample_tokens(engine, [Sequence(0, [1], LIMIT)], sample, LIMIT, processors[1]._bias))
+        list(sample_tokens(engine, [again]))
 
 
 def test_stop_and_error_past_the_context():
@@ -154,8 +152,10 @@ def test_stop_and_error_past_the_context():
     (stop,) = drawn(model, [[3, 1]], "torch", **base, overflow="stop")
     assert stop == slide[: 16 - 2 + 1]  # the last token needs no place of its own
     with pytest.raises(ConfigError, match="2 prompt tokens and 16 new ones do not fit"):
-        check_overflow(2, SampleConfig(max_new_tokens=16, overflow="error"), LIMIT)
-    check_overflow(2, SampleConfig(max_new_tokens=15, overflow="error"), LIMIT)
+        check_overflow(
+            Sequence(0, [3, 1], LIMIT, SampleConfig(max_new_tokens=16, overflow="error"))
+        )
+    check_overflow(Sequence(0, [3, 1], LIMIT, SampleConfig(max_new_tokens=15, overflow="error")))
     assert len(drawn(model, [[3, 1]], "torch", max_new_tokens=15, overflow="error")[0]) == 15
 
 
@@ -165,9 +165,9 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
     given = {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "presence_penalty": 0.9}
     sample = SampleConfig.model_validate({"max_new_tokens": 30, "temperature": 0, **given})
     bias = torch.randn(50)
-    text = Sequence(0, prompt, LIMIT)
+    text = Sequence(0, prompt, LIMIT, sample, bias)
     drawn: list[int] = []
-    for _, token, logits in sample_tokens(TorchEngine(model), [text], sample, LIMIT, bias):
+    for _, token, logits in sample_tokens(TorchEngine(model), [text]):
         context = prompt + drawn
         # A context that is full keeps its newer half, 8 tokens, and grows again to 16.
         start = 0 if len(context) <= LIMIT else (len(context) - LIMIT - 1) // 9 * 9 + 9
@@ -188,9 +188,9 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
 def test_the_first_token_may_be_limited_and_no_other():
     model, allowed = model_of(), torch.zeros(50, dtype=torch.bool)
     allowed[7] = True
-    text = Sequence(0, [3, 1, 4], LIMIT, allowed_first=allowed)
     sample = SampleConfig(max_new_tokens=20, temperature=1.0)
-    for _ in sample_tokens(TorchEngine(model), [text], sample, LIMIT):
+    text = Sequence(0, [3, 1, 4], LIMIT, sample, allowed_first=allowed)
+    for _ in sample_tokens(TorchEngine(model), [text]):
         pass
     assert text.tokens[0] == 7
     assert len(set(text.tokens)) > 3
@@ -268,9 +268,9 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine):
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, **given})
     for drafting, right in ((model, True), (other, False)):
-        text = Sequence(0, [3, 1, 4], LIMIT)
-        draft = DraftModel(LIMIT, engine_of(drafting, "torch"), sample)
-        for _ in sample_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
+        text = Sequence(0, [3, 1, 4], LIMIT, sample)
+        draft = DraftModel(LIMIT, engine_of(drafting, "torch"))
+        for _ in sample_speculatively(engine_of(model, engine), draft, [text]):
             pass
         assert [text.tokens] == plain
         assert (text.accepted == text.drafted > 30) == right

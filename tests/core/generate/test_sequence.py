@@ -10,10 +10,11 @@ from gptmini.tokenizer.tokenizers import ByteTokenizer
 
 def read(tokens: list[int], stops: list[str]) -> tuple[list[str], Sequence]:
     """The pieces of a text of bytes, and the text itself."""
-    text = Sequence(0, [], 99, tokenizer=ByteTokenizer(), stops=stops)
+    sample = SampleConfig(max_new_tokens=len(tokens)).model_copy(update={"stop": stops})
+    text = Sequence(0, [], 99, sample, tokenizer=ByteTokenizer())
     pieces = []
     for token in tokens:
-        append_token(text, token, SampleConfig(max_new_tokens=len(tokens)), 99)
+        append_token(text, token)
         pieces.append(text.decode_token(token))
         if text.finish_reason:
             break
@@ -88,7 +89,7 @@ class Words:
 )
 @pytest.mark.parametrize("words", [["abcdef"], ["a", "bcd", "ef"], ["ab", "cdef"], [*"abcdef"]])
 def test_which_stop_text_ends_a_text_does_not_hang_on_how_it_is_cut(words, stops, kept):
-    text = Sequence(0, [], 99, tokenizer=Words(words), stops=stops)
+    text = Sequence(0, [], 99, SampleConfig(stop=stops), tokenizer=Words(words))
     pieces = []
     for token in range(len(words)):
         pieces.append(text.decode_token(token))

@@ -8,7 +8,7 @@ import torch
 
 from gptmini.config.settings import SampleConfig
 from gptmini.extras.engine.device_draw import draw_on_device
-from gptmini.generate.filters import LogitsProcessor, draw_tokens
+from gptmini.generate.filters import draw_tokens
 from gptmini.generate.sequence import Sequence
 
 VOCABULARY = 300
@@ -32,9 +32,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_row(
-    number: int, settings: dict[str, Any], random: torch.Generator
-) -> tuple[Sequence, LogitsProcessor]:
+def make_text(number: int, settings: dict[str, Any], random: torch.Generator) -> Sequence:
     sample = SampleConfig.model_validate(
         {"top_k": None, "temperature": 1.0, "seed": number % 7} | settings
     )
@@ -45,13 +43,12 @@ def make_row(
     allowed = None
     if number % 5 == 0:
         allowed = torch.rand(VOCABULARY, generator=random) < 0.3
-    text = Sequence(number, pick(6), 100, allowed_first=allowed)
+    text = Sequence(number, pick(6), 100, sample, allowed_first=allowed)
     text.tokens = pick(9) * 2 if number % 3 else []
-    bias = None
     if number % 4 == 0:
-        bias = torch.randn(VOCABULARY, generator=random)
-        bias[torch.tensor(pick(100))] = -torch.inf
-    return text, LogitsProcessor(sample, bias)
+        text.bias = torch.randn(VOCABULARY, generator=random)
+        text.bias[torch.tensor(pick(100))] = -torch.inf
+    return text
 
 
 def make_logits(n_rows: int, random: torch.Generator, rounded: bool) -> torch.Tensor:
@@ -66,12 +63,11 @@ def test_the_same_tokens_as_row_by_row(name, rounded):
     random = torch.Generator().manual_seed(len(name))
     n_rows = 150
     kinds = list(FILTERS.values()) if name == "mixed" else [FILTERS[name]]
-    rows = [make_row(n, kinds[n % len(kinds)], random) for n in range(n_rows)]
-    texts, processors = map(list, zip(*rows, strict=True))
+    texts = [make_text(n, kinds[n % len(kinds)], random) for n in range(n_rows)]
     logits = make_logits(n_rows, random, rounded)
-    expected = draw_tokens(list(logits), texts, processors)
+    expected = draw_tokens(list(logits), texts)
     before = logits.clone()
-    assert draw_on_device(logits, texts, processors) == expected
+    assert draw_on_device(logits, texts) == expected
     assert torch.equal(logits, before)  # they are still needed for log-probabilities
     if name in ("plain", "hot", "mixed"):
         assert len(set(expected.values())) > 50
@@ -80,17 +76,15 @@ def test_the_same_tokens_as_row_by_row(name, rounded):
 def test_a_row_without_tokens_or_with_damaged_logits_has_an_error_of_its_own():
     random = torch.Generator().manual_seed(1)
     for settings in FILTERS.values():
-        rows = [make_row(n, settings, random) for n in (1, 2, 6, 7)]
-        texts, processors = map(list, zip(*rows, strict=True))
-        nothing = torch.full((VOCABULARY,), -torch.inf)
-        processors[1] = LogitsProcessor(processors[1].sample, nothing)
+        texts = [make_text(n, settings, random) for n in (1, 2, 6, 7)]
+        texts[1].bias = torch.full((VOCABULARY,), -torch.inf)
         logits = make_logits(4, random, False)
         logits[2, 5] = math.nan
-        found = draw_on_device(logits, texts, processors)
+        found = draw_on_device(logits, texts)
         errors = [repr(text.error) for text in texts]
         assert list(found) == [texts[0], texts[3]]
         assert [text.finish_reason for text in texts] == [None, "error", "error", None]
-        assert found == draw_tokens(list(logits), texts, processors)
+        assert found == draw_tokens(list(logits), texts)
         assert [repr(text.error) for text in texts] == errors
 
 
@@ -100,11 +94,10 @@ def test_the_largest_random_number_draws_no_token_that_is_filtered_out(monkeypat
     monkeypatch.setattr(device_draw, "make_random_number", lambda *_: 1 - 2**-53)
     random = torch.Generator().manual_seed(2)
     for name in ("plain", "top_k", "top_p", "min_p", "all"):
-        rows = [make_row(n, FILTERS[name], random) for n in (1, 2, 7)]
-        texts, processors = map(list, zip(*rows, strict=True))
+        texts = [make_text(n, FILTERS[name], random) for n in (1, 2, 7)]
         logits = make_logits(3, random, False)
         logits[:, 200:] = -100
-        found = draw_on_device(logits, texts, processors)
+        found = draw_on_device(logits, texts)
         assert len(found) == len(texts)
         for row, token in enumerate(found.values()):
             if name == "plain":

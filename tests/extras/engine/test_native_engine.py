@@ -64,8 +64,8 @@ def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
     model, prompt = model_of(length=256), [n * n % 50 for n in range(200)]
     engine = open_engine(model, 2)
     engine([Sequence(0, prompt, 256)])
-    text = Sequence(1, prompt, 256)
-    for _ in sample_tokens(engine, [text], SampleConfig(max_new_tokens=60), 256):
+    text = Sequence(1, prompt, 256, SampleConfig(max_new_tokens=60))
+    for _ in sample_tokens(engine, [text]):
         pass
     assert text.context_start > 0
     assert text.n_reused == 128

@@ -28,7 +28,7 @@ from gptmini.extras.interop.export import (
 from gptmini.extras.interop.folding import fold
 from gptmini.extras.interop.import_model import import_model
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.filters import LogitsProcessor, adjust_logits, filter_probabilities
+from gptmini.generate.filters import adjust_logits, filter_probabilities
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
@@ -120,9 +120,8 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     made = theirs.generate(torch.tensor([prompt]), **settings)
     logits = run.model(torch.tensor([prompt]))[0, -1].detach()
-    processor = LogitsProcessor(sample, run.build_bias(sample))
-    text = run.create_text(0, prompt, sample)
-    (scores,) = adjust_logits(logits[None], [text], [processor])
+    text = run.create_text(0, prompt, sample, run.build_bias(sample))
+    (scores,) = adjust_logits(logits[None], [text])
     if sample.temperature == 0:
         assert made.sequences[0, -1] == scores.argmax()
         torch.testing.assert_close(made.scores[0][0], scores, rtol=0, atol=1e-4)

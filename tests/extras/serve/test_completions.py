@@ -43,7 +43,7 @@ def generate(run: Run, completion: Completion) -> list[TokenEvents]:
 
 def test_bias_and_logit_bias_of_a_token_add_up():
     completion = complete(run_of(), bias={"a": -2, "b": 1}, logit_bias={"97": 5, "99": 0.5})
-    biased = completion.requests[0].logits_processor.get_bias(torch.device("cpu"))
+    biased = completion.requests[0].text.bias
     expected = torch.zeros(257)
     expected[torch.tensor([97, 98, 99])] = torch.tensor([3.0, 1.0, 0.5])
     assert torch.equal(biased, expected)

@@ -6,7 +6,6 @@ import pytest
 
 from gptmini.extras.serve.scheduler import Request, Scheduler, TokenEvents
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from tests.core.generate.samples import run_of
 
@@ -18,9 +17,8 @@ def run() -> Run:
 
 def make_request(run: Run, callback=lambda events: None) -> Request:
     sample = run.build_sample_config({"max_new_tokens": 3, "bias": {}, "temperature": 1.0})
-    processor = LogitsProcessor(sample, None)
     text = run.create_text(0, "ab", sample)
-    return Request(text, sample, processor, None, False, callback)
+    return Request(text, None, False, callback)
 
 
 def test_texts_are_served_in_the_order_they_came(run: Run):

@@ -36,7 +36,6 @@ from gptmini.extras.sources import training_text
 from gptmini.extras.sources.find import Copies
 from gptmini.extras.sources.index import build_index
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.chunks import Place
@@ -302,14 +301,8 @@ def test_a_long_prompt_yields_to_running_texts():
             done.set()
 
     scheduler = Scheduler(run, max_rows=2, max_waiting=2, deliver=deliver)
-    processor = LogitsProcessor(sample, None)
     record = lambda name: lambda _: order.append(name)
-    scheduler.submit(
-        [
-            Request(text, sample, processor, None, False, record(name))
-            for name, text in texts.items()
-        ]
-    )
+    scheduler.submit([Request(text, None, False, record(name)) for name, text in texts.items()])
     scheduler.start()
     assert done.wait(600)
     scheduler.stop()
