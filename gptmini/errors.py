@@ -68,9 +68,17 @@ def make_missing_package_error(feature: str, package: str, extra: str) -> Machin
     )
 
 
-def make_missing_wing_error(feature: str, folder: str) -> MachineError:
-    """Make the error for a wing that `feature` needs and that was deleted from this copy."""
-    return MachineError(f"{feature}: gptmini/extras/{folder} is not in this copy; restore it")
+def is_missing_wing(error: ModuleNotFoundError) -> bool:
+    """Check that what is missing was deleted from this copy, and is no package that it needs."""
+    return f"{error.name}".startswith("gptmini.extras")
+
+
+def explain_missing_wing(feature: str, error: ModuleNotFoundError) -> Exception:
+    """Make the error for a wing that `feature` needs, or return that of a missing package."""
+    if not is_missing_wing(error):
+        return error
+    folder = f"{error.name}".replace(".", "/")
+    return MachineError(f"{feature}: {folder} is not in this copy; restore it")
 
 
 def shorten(value: object, length: int = 60) -> str:

@@ -37,7 +37,7 @@ from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.config.aliases import PRETRAINED_REMEDY
-from gptmini.errors import ConfigError, GptminiError, Stopped
+from gptmini.errors import ConfigError, GptminiError, Stopped, is_missing_wing
 from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
@@ -199,7 +199,7 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
 
 def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure that torch reports, or of one of our own."""
-    if isinstance(error, ModuleNotFoundError) and f"{error.name}".startswith("gptmini.extras"):
+    if isinstance(error, ModuleNotFoundError) and is_missing_wing(error):
         folder = f"{error.name}".replace(".", "/")
         return [f"{folder} was deleted; restore it to use this command"], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, flag, option
 from gptmini.cli.pretrained import open_run
-from gptmini.errors import ConfigError, make_missing_package_error
+from gptmini.errors import ConfigError, is_missing_wing, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def _build_page(run: "Run", needs_key: bool, limits: "Limits") -> "ServedPage | 
     """Build the page; None where the guest that makes pages is not there."""
     try:
         from gptmini.extras.page.served import build_served_page
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if not is_missing_wing(error):
+            raise
         return None
     return build_served_page(run, needs_key, limits.max_tokens, limits.sources)
 

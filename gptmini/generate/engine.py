@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gptmini.errors import is_missing_wing
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import draw_tokens
 from gptmini.generate.precision import widen_weights
@@ -87,7 +88,9 @@ def open_engine(
     """
     try:
         from gptmini.extras.engine import door  # noqa: PLC0415 - the core runs without it
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if not is_missing_wing(error):
+            raise
         engine = None
     else:
         engine = door.open_engine(model, n_slots, weights, cache)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.errors import ConfigError, DataError, MachineError
+from gptmini.errors import ConfigError, DataError, MachineError, explain_missing_wing
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.precision import round_weights
 from gptmini.generate.run import Run, load_run
@@ -418,3 +418,5 @@ def test_without_the_wing_that_finds_copies_a_line_says_so(run: Run, monkeypatch
     monkeypatch.setitem(sys.modules, "gptmini.extras.sources", None)
     with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
         run.find_copies("the ")
+    other = ModuleNotFoundError(name="numpy")  # which the wing needs
+    assert explain_missing_wing("finding copies", other) is other

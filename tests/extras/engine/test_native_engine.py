@@ -1,6 +1,7 @@
 """The compiled engine gives a text the same bits in every call, batch and company."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,11 @@ def test_a_run_that_only_generates_never_has_its_matrices_in_float32(path: Path,
     assert {weight.dtype for weight in stored.parameters() if weight.ndim == 1} == {torch.float32}
     assert run.model is stored
     assert {weight.dtype for weight in stored.parameters()} == {torch.float32}
+
+
+def test_a_package_that_the_wing_needs_and_lacks_is_no_missing_wing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "gptmini.extras.engine.door")
+    monkeypatch.delattr("gptmini.extras.engine.door")
+    monkeypatch.setitem(sys.modules, "ctypes", None)
+    with pytest.raises(ModuleNotFoundError, match="ctypes"):
+        open_engine(model_of(), 1)
