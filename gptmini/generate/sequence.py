@@ -5,7 +5,6 @@ A `Sequence` is the state that the parts of generation share: the engine reads `
 """
 
 import codecs
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,41 +60,11 @@ def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | Non
     return bias
 
 
-class StopMatcher:
-    """Find a stop text in a text that arrives in pieces (Knuth, Morris and Pratt 1977).
-
-    A character costs the same however long the stop text is. The last `n_matched` characters of the
-    text so far are the beginning of the stop text.
-    """
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.n_matched = 0
-        self._borders = _compute_borders(stop)
-
-    def read(self, characters: str) -> int | None:
-        """Read more of the text; return how many characters it took to complete the stop text."""
-        for count, character in enumerate(characters, 1):
-            self.n_matched = _extend_match(self.stop, self._borders, self.n_matched, character)
-            if self.n_matched == len(self.stop):
-                return count
-        return None
-
-
-def _extend_match(stop: str, borders: list[int], n_matched: int, character: str) -> int:
-    """Return how many characters of `stop` match the end of the text after one more character."""
-    while n_matched and stop[n_matched] != character:
-        n_matched = borders[n_matched - 1]
-    return n_matched + 1 if stop[n_matched] == character else 0
-
-
-@lru_cache(maxsize=256)
-def _compute_borders(stop: str) -> list[int]:
-    """Compute, for each beginning of `stop`, the longest shorter one that it also ends with."""
-    borders = [0]
-    for character in stop[1:]:
-        borders.append(_extend_match(stop, borders, borders[-1], character))
-    return borders
+def _count_matched(text: str, stop: str) -> int:
+    """Count the characters at the end of a text that are the beginning of a stop text."""
+    longest = min(len(text), len(stop) - 1)
+    lengths = (n for n in range(longest, 0, -1) if text.endswith(stop[:n]))
+    return next(lengths, 0)
 
 
 class Sequence:
@@ -144,13 +113,12 @@ class Sequence:
         self.n_reused = 0  # prompt tokens whose keys were copied from another text
         # For `decode_token`.
         self._tokenizer = tokenizer
-        self._stops = [StopMatcher(stop) for stop in sample.stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""  # may be the beginning of a stop text
         # The prompt already shows the space that the first token brings along.
-        self.repeats_space = allowed_first is not None and prompt.endswith(" ")
+        repeats_space = allowed_first is not None and prompt.endswith(" ")
         drops_space = tokenizer is not None and tokenizer.drops_first_space and not prompt
-        self._drop_space = self.repeats_space or drops_space
+        self._drop_space = repeats_space or drops_space
 
     def decode_token(self, token: int) -> str:
         """Return the characters that a new token completes; set `finish_reason` at an end.
@@ -168,21 +136,17 @@ class Sequence:
             characters = characters.removeprefix(" ")
             self._drop_space = False
         pending = self._held_back + characters
+        stops = self.sample.stop
         # The first stop text to be complete ends the text, the longest if there are several.
         # Whatever the tokens are: each may complete many characters.
-        completed: list[tuple[int, int]] = []
-        for matcher in self._stops:
-            count = matcher.read(characters)
-            if count is not None:
-                completed.append((count, -len(matcher.stop)))
-        if completed:
+        places = [(pending.index(stop), stop) for stop in stops if stop in pending]
+        if places:
             self.finish_reason = "stop"
-            end = len(self._held_back) + sum(min(completed))
+            _, end = min((start + len(stop), start) for start, stop in places)
         elif self.finish_reason:
             end = len(pending)
         else:
-            longest_match = max((matcher.n_matched for matcher in self._stops), default=0)
-            end = len(pending) - longest_match
+            end = len(pending) - max((_count_matched(pending, stop) for stop in stops), default=0)
         self._held_back = pending[end:]
         self.text += pending[:end]
         return pending[:end]
