@@ -21,8 +21,7 @@ def serve(
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
     max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
     show_sources: bool = flag(
-        "Tell requests with sources: true what of a text stands verbatim in the training text, and "
-        "in which files.",
+        "Tell clients what of a text stands verbatim in the training text, and in which files.",
         "--sources",
     ),
     weights: WeightsType = "bfloat16",

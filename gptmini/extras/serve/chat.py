@@ -11,16 +11,7 @@ from gptmini.extras.serve.scheduler import TokenEvents
 from gptmini.generate.run import Run
 
 # Fields that mean the same in both formats.
-SHARED_FIELDS = {
-    "model",
-    "n",
-    "stream",
-    "stream_options",
-    "logit_bias",
-    "user",
-    "sources",
-    *SAMPLE_SETTINGS,
-}
+SHARED_FIELDS = {"model", "n", "stream", "stream_options", "logit_bias", "user", *SAMPLE_SETTINGS}
 OWN_FIELDS = {
     "messages",
     "max_tokens",

@@ -35,7 +35,6 @@ DEFAULT_FIELDS: dict[str, Any] = {
     "stream": False,
     "stream_options": {},
     "special": True,
-    "sources": False,
 }
 SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
 NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
@@ -66,12 +65,6 @@ class Completion:
             self.sample.max_new_tokens <= limits.max_tokens,
             f"max_tokens: must be at most {limits.max_tokens}; send what came as a new prompt",
         )
-        _require(
-            limits.sources or not fields["sources"],
-            "sources: not shown by this server; start it with gptmini serve --sources",
-        )
-        self.finds_copies = fields["sources"]
-        self._find_copies = run.find_copies
         self.stream = fields["stream"]
         self.include_usage = fields["stream_options"].get("include_usage", False)
         prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
@@ -168,17 +161,12 @@ class Completion:
         if self._n_hidden:
             finish_reason = "length"
             events = events[: -self._n_hidden]
-        built = {
+        return {
             "index": index,
             "text": echo + "".join(event.characters for event in events),
             "logprobs": self._build_logprobs(request, events),
             "finish_reason": finish_reason,
         }
-        if self.finds_copies and finish_reason:
-            text = request.text
-            generated = "" if self._n_hidden else text.text
-            built["sources"] = self._find_copies(generated, text.prompt).to_dict()
-        return built
 
     def adds_something(self, choice: dict[str, Any]) -> bool:
         """Tell whether a choice is worth an event of its own in a stream."""
@@ -249,7 +237,7 @@ def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
         n_logprobs is None or (type(n_logprobs) is int and 0 <= n_logprobs <= MAX_LOGPROBS),
         f"logprobs: must be 0 to {MAX_LOGPROBS}",
     )
-    for key in ("echo", "stream", "special", "sources"):
+    for key in ("echo", "stream", "special"):
         _require(isinstance(fields[key], bool), f"{key}: must be true or false")
     for key in ("model", "user"):
         _require(fields[key] is None or isinstance(fields[key], str), f"{key}: must be text")

@@ -284,9 +284,7 @@ class Server:
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
-        stream = self._stream_events(completion, deadline)
-        in_thread = self._finding.run if completion.finds_copies else asyncio.to_thread
-        return _CompletionResponse(completion, stream, in_thread)
+        return _CompletionResponse(completion, self._stream_events(completion, deadline))
 
     async def _prepare_in_time(self, prepare: Callable[[], Completion]) -> Completion:
         """Prepare in a thread, as a long prompt, or an odd template or tokenizer, takes a while."""
@@ -437,13 +435,9 @@ class _CompletionResponse(StreamingResponse):
     disconnects, so that nobody generates for a client that is gone.
     """
 
-    def __init__(
-        self, completion: Completion, stream: EventStream, in_thread: Callable[..., Awaitable[Any]]
-    ) -> None:
-        """`in_thread` calls a function in another thread, as the end of a text may take long."""
+    def __init__(self, completion: Completion, stream: EventStream) -> None:
         self._completion = completion
         self._stream = stream
-        self._in_thread = in_thread
         if completion.stream:
             self._chunks = self._format_events()
             media_type = EVENT_STREAM
@@ -481,25 +475,22 @@ class _CompletionResponse(StreamingResponse):
         collected: list[TokenEvents] = [[] for _ in self._completion.requests]
         async for index, events in self._stream:
             collected[index] += events
-        choices = [await self._build_choice(*each) for each in enumerate(collected)]
-        yield json.dumps(self._completion.build_response(choices))
+
+        def build() -> str:
+            choices = [self._completion.build_choice(*each) for each in enumerate(collected)]
+            return json.dumps(self._completion.build_response(choices))
+
+        yield await asyncio.to_thread(build)  # many log-probabilities take a while
 
     async def _format_events(self) -> AsyncIterator[str]:
         """Yield server-sent events, one for each token that adds something."""
         async for index, events in self._stream:
-            choice = await self._build_choice(index, events)
+            choice = self._completion.build_choice(index, events)
             if self._completion.adds_something(choice):
                 yield _format_event(self._completion.build_response([choice], usage=False))
         if self._completion.include_usage:
             yield _format_event(self._completion.build_response([]))
         yield "data: [DONE]\n\n"
-
-    async def _build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
-        build = partial(self._completion.build_choice, index, events)
-        if events[-1].finish_reason is None:
-            return build()
-        built: dict[str, Any] = await self._in_thread(build)
-        return built
 
 
 def _format_event(data: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ from gptmini.errors import ConfigError
 from gptmini.extras.serve.completions import DEFAULT_FIELDS, SAMPLE_SETTINGS, Completion
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Scheduler, TokenEvent, TokenEvents
-from gptmini.extras.sources.find import Copies, Copy
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.run import Run
 from gptmini.tokenizer import bpe
@@ -220,27 +219,3 @@ def test_the_values_of_a_response_are_counted(fields, n_values):
     Completion(run, "small", Limits(max_values=n_values), fields)
     with pytest.raises(ConfigError, match="max_tokens: over"):
         Completion(run, "small", Limits(max_values=n_values - 1), fields)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_the_end_of_a_text_says_where_it_comes_from(monkeypatch, stream):
-    run = run_of()
-    asked: list[tuple[str, str]] = []
-
-    def find(text: str, prompt: str) -> Copies:
-        asked.append((text, prompt))
-        return Copies(3, [Copy(0, 2, "a.txt", 5, 1)])
-
-    monkeypatch.setattr(run, "find_copies", find)
-    fields = {"prompt": "the ", "max_tokens": 3, "n": 2, "sources": True, "stream": stream}
-    completion = Completion(run, "small", Limits(max_waiting=8, sources=True), fields)
-    first, second = generate(run, completion)
-    for index, events in ((0, first), (1, second)):
-        if stream:
-            assert "sources" not in completion.build_choice(index, events[:-1])
-        choice = completion.build_choice(index, events[-1:] if stream else events)
-        assert choice["sources"]["copies"][0]["file"] == "a.txt"
-    assert asked == [(request.text.text, "the ") for request in completion.requests]
-    assert "sources" not in complete(run, max_tokens=3).build_choice(0, first)
-    with pytest.raises(ConfigError, match=r"sources: .*serve --sources"):
-        complete(run, sources=True)

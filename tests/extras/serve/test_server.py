@@ -1104,29 +1104,3 @@ def test_texts_go_on_while_sources_are_found(trained: Path, monkeypatch):
         finally:
             enough.set()
         assert [each.result().json() for each in asked] == [nothing.to_dict()] * 3
-
-
-def test_other_requests_go_on_while_the_sources_of_an_answer_are_found(trained: Path, monkeypatch):
-    run = load_run(trained)
-    begun, enough = threading.Event(), threading.Event()
-
-    def slowly(text: str, prompt: str) -> Copies:
-        begun.set()
-        assert enough.wait(600)
-        return Copies(len(text), [])
-
-    monkeypatch.setattr(run, "find_copies", slowly)
-    fields = {"prompt": "x", "max_tokens": 3, "sources": True}
-    with serving(run, sources=True) as url, ThreadPoolExecutor(2) as pool:
-        for stream in (False, True):
-            begun.clear()
-            enough.clear()
-            asked = pool.submit(
-                HTTP.post, f"{url}/v1/completions", json={**fields, "stream": stream}
-            )
-            assert begun.wait(600)
-            try:
-                assert HTTP.get(f"{url}/health", timeout=60).status_code == 200
-            finally:
-                enough.set()
-            assert '"sources"' in asked.result().text
