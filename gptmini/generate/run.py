@@ -266,7 +266,7 @@ class Run:
         drafts with its model. `use_cache=False` recomputes the whole context for each token.
         """
         sample = self.build_sample_config(settings)
-        bias = self.build_bias(sample)
+        bias = build_token_bias(self.tokenizer, sample)
         if isinstance(prompts, str):  # each character would be a prompt
             raise ConfigError(
                 "prompts: must be a list of texts, not str; use generate for one text"
@@ -421,10 +421,6 @@ class Run:
             return self.config.sample
         section = self.config.sample.model_dump() | settings
         return validate({"sample": section}, {}).sample
-
-    def build_bias(self, sample: SampleConfig) -> Tensor | None:
-        """Combine `bias` and `ban` into one tensor (V,); see `build_token_bias`."""
-        return build_token_bias(self.tokenizer, sample)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

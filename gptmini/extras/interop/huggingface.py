@@ -29,6 +29,7 @@ from gptmini.extras.interop import architectures
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.generate.run import Run
+from gptmini.generate.sequence import build_token_bias
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.runs.tensors import NamedTensors, write_tensors
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
@@ -400,7 +401,7 @@ def _build_generation_config(run: Run) -> dict[str, Any]:
         generation["top_p"] = sample.top_p or 1.0
         if sample.min_p is not None:
             generation["min_p"] = sample.min_p
-    bias = run.build_bias(sample)
+    bias = build_token_bias(run.tokenizer, sample)
     if bias is not None:
         is_banned = bias.isneginf()
         is_biased = (bias != 0) & ~is_banned

@@ -18,7 +18,7 @@ from gptmini.errors import ConfigError, shorten
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Request, TokenEvents
 from gptmini.generate.run import Run
-from gptmini.generate.sequence import Sequence
+from gptmini.generate.sequence import Sequence, build_token_bias
 
 # Fields besides the settings of `sample`; null stands for the default.
 DEFAULT_FIELDS: dict[str, Any] = {
@@ -270,7 +270,7 @@ def _parse_prompts(prompt: Any, vocab_size: int) -> list[str | list[int]]:
 
 def _build_bias(run: Run, sample: SampleConfig, logit_bias: Any) -> torch.Tensor | None:
     """Combine `bias`, `ban` and `logit_bias` into one tensor (V,)."""
-    bias = run.build_bias(sample)
+    bias = build_token_bias(run.tokenizer, sample)
     vocab_size = run.tokenizer.vocab_size
     _require(isinstance(logit_bias, dict), "logit_bias: must map tokens to numbers")
     _require(

@@ -119,9 +119,9 @@ class Scheduler(threading.Thread):
                     self._advance(engine)
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
-                    self._deliver(
-                        [(request.callback, self._fail(request, error)) for request in self.running]
-                    )
+                    for request in self.running:
+                        request.text.finish_reason = "error"
+                    self._deliver([(request.callback, error) for request in self.running])
 
     def _admit(self) -> bool:
         """Drop ended texts and give their rows to waiting ones; wait for work.
@@ -209,10 +209,6 @@ class Scheduler(threading.Thread):
             logprob, top_logprobs = _find_top_logprobs(row, token, request.n_logprobs)
             events.append(TokenEvent("", token, logprob, top_logprobs, None))
         return events
-
-    def _fail(self, request: Request, error: Exception) -> Exception:
-        request.text.finish_reason = "error"
-        return error
 
 
 def _drop_ended(requests: Iterable[Request]) -> list[Request]:

@@ -30,6 +30,7 @@ from gptmini.extras.interop.import_model import import_model
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import adjust_logits, filter_probabilities
 from gptmini.generate.run import Run, load_run
+from gptmini.generate.sequence import build_token_bias
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
@@ -120,7 +121,7 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     made = theirs.generate(torch.tensor([prompt]), **settings)
     logits = run.model(torch.tensor([prompt]))[0, -1].detach()
-    text = run.create_text(0, prompt, sample, run.build_bias(sample))
+    text = run.create_text(0, prompt, sample, build_token_bias(run.tokenizer, sample))
     (scores,) = adjust_logits(logits[None], [text])
     if sample.temperature == 0:
         assert made.sequences[0, -1] == scores.argmax()
