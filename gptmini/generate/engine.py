@@ -147,6 +147,7 @@ class TorchEngine(Engine):
     def prefill_chunk(self, text: Sequence, max_tokens: int = PREFILL_CHUNK) -> bool:
         if not self._use_cache:
             return False
+        self._grow_for([text])
         self._assign_slot(text, [])
         # The last bits depend on the length of a chunk, so it is whole whatever `max_tokens` says.
         if _count_unseen(text) <= PREFILL_CHUNK:
@@ -267,21 +268,15 @@ class TorchEngine(Engine):
     def _assign_slot(self, text: Sequence, texts: list[Sequence]) -> None:
         """Give a new text a slot that no text of this call has.
 
-        Empty slots and those of ended texts go first, then new ones, then the one assigned longest
-        ago. A text that has lost its slot finds itself in none, and starts again.
+        Empty slots and those of ended texts go first, then the one assigned longest ago. A text
+        that has lost its slot finds itself in none, and starts again.
         """
         if text in self._slots:
             return
         text.n_cached = 0
         free = self._find_free_slots(texts)
-        n_slots = round_up_rows(max(self.n_slots, len(texts)))
-        if not free and len(self._slots) < n_slots:
-            free = [len(self._slots)]
-            self._grow(round_up_rows(len(self._slots) + 1))
-        if not free:
-            others = [slot for slot, other in enumerate(self._slots) if other not in texts]
-            free = [min(others, key=lambda slot: self._assigned_at[slot])]
-        slot = free[0]
+        others = [slot for slot, other in enumerate(self._slots) if other not in texts]
+        slot = free[0] if free else min(others, key=lambda slot: self._assigned_at[slot])
         self._slots[slot] = text
         self._assigned_at[slot] = max(self._assigned_at) + 1
 
