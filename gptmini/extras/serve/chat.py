@@ -1,13 +1,12 @@
 """OpenAI's chat format: a completion of the prompt that a chat template makes of messages."""
 
-import re
 import secrets
 from typing import Any
 
 from gptmini.errors import UNSUPPORTED, ConfigError, shorten
 from gptmini.extras.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Completion, TooLongError
 from gptmini.extras.serve.limits import Limits
-from gptmini.extras.serve.scheduler import TokenEvents
+from gptmini.extras.serve.scheduler import Request, TokenEvents
 from gptmini.generate.run import Run
 
 # Fields that mean the same in both formats.
@@ -21,7 +20,6 @@ OWN_FIELDS = {
     "response_format",
 }
 ROLES = ("system", "developer", "user", "assistant")  # as in training
-SPELLED_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 
 
 class ChatCompletion(Completion):
@@ -67,8 +65,6 @@ class ChatCompletion(Completion):
         """Build what these events add to an answer: all of its message, or a part."""
         choice = super().build_choice(index, events)
         content = choice.pop("text")
-        if choice["logprobs"] is not None:
-            choice["logprobs"] = {"content": self._list_logprobs(choice["logprobs"])}
         if not self.stream:
             return choice | {"message": {"role": "assistant", "content": content}}
         part: dict[str, Any] = {}
@@ -82,25 +78,20 @@ class ChatCompletion(Completion):
     def adds_something(self, choice: dict[str, Any]) -> bool:
         return bool(choice["delta"] or choice["logprobs"] or choice["finish_reason"])
 
-    def _list_logprobs(self, logprobs: dict[str, Any]) -> list[dict[str, Any]]:
-        """List the log-probabilities of tokens as chat completions have them."""
-        listed = []
-        columns = zip(
-            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-        )
-        for token, logprob, top in columns:
-            likeliest = sorted((top or {}).items(), key=lambda item: -item[1])
-            alternatives = [_describe_token(*each) for each in likeliest[: self._n_top_logprobs]]
-            listed.append(_describe_token(token, logprob) | {"top_logprobs": alternatives})
-        return listed
+    def _build_logprobs(self, request: Request, events: TokenEvents) -> dict[str, Any] | None:
+        if request.n_logprobs is None:
+            return None
+        content = []
+        for event in events:
+            top = [self._describe_token(*each) for each in event.top_logprobs]
+            described = self._describe_token(event.token, event.logprob)
+            content.append(described | {"top_logprobs": top})
+        return {"content": content}
 
-
-def _describe_token(token: str, logprob: float) -> dict[str, Any]:
-    """Describe a token, spelled as completions spell it, with its bytes."""
-    data = token.encode()
-    if SPELLED_BYTES.fullmatch(token):  # a part of a character
-        data = bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
-    return {"token": token, "logprob": logprob, "bytes": list(data)}
+    def _describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        name = self._spell_token(token)
+        data = name.encode() if token in self._special else self._tokenizer.decode_token(token)
+        return {"token": name, "logprob": logprob, "bytes": list(data)}
 
 
 def _check_messages(messages: Any) -> list[dict[str, Any]]:

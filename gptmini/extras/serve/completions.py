@@ -93,7 +93,7 @@ class Completion:
         )
         # Filled by the callbacks, in the event loop: the index of a text and its events. Needs no
         # limit of its own, as a response has at most `max_values`, streamed or not.
-        self._events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
         self._tokenizer = run.tokenizer
         self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
         self.requests = [
@@ -125,11 +125,7 @@ class Completion:
         return run.build_sample_config(settings)
 
     def _receive(self, index: int, events: TokenEvents | Exception) -> None:
-        self._events.put_nowait((index, events))
-
-    async def wait_for_events(self) -> tuple[int, TokenEvents | Exception]:
-        """Wait for the next events of any text; return its index and the events."""
-        return await self._events.get()
+        self.events.put_nowait((index, events))
 
     def cancel(self) -> None:
         """Cancel all texts that have not ended."""

@@ -349,7 +349,7 @@ class Server:
         while n_live:
             try:
                 async with asyncio.timeout_at(deadline):
-                    index, events = await completion.wait_for_events()
+                    index, events = await completion.events.get()
             except TimeoutError:
                 problem = f"not done in {self.limits.request_seconds:g} seconds; lower max_tokens"
                 raise HTTPException(504, problem, {"x-should-retry": "false"}) from None

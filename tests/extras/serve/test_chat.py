@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from gptmini.errors import ConfigError
-from gptmini.extras.serve.chat import OWN_FIELDS, SHARED_FIELDS, ChatCompletion, _describe_token
+from gptmini.extras.serve.chat import OWN_FIELDS, SHARED_FIELDS, ChatCompletion
 from gptmini.extras.serve.completions import NULL_TURNS_OFF, Completion
 from gptmini.extras.serve.limits import Limits
+from gptmini.extras.serve.scheduler import TokenEvent
 from gptmini.generate.run import Run
 from tests.samples import CHAT_TOKENIZER, run_of
 
@@ -62,11 +63,18 @@ def test_null_turns_a_setting_off_and_leaves_the_end_of_an_answer(run):
     assert sample.overflow == "stop"
 
 
-@pytest.mark.parametrize(
-    ("token", "data"), [("a", b"a"), ("bytes:\\xe2\\x80", b"\xe2\x80"), ("bytes:\\x", b"bytes:\\x")]
-)
-def test_a_token_is_described_with_its_bytes(token, data):
-    assert _describe_token(token, -1.0) == {"token": token, "logprob": -1.0, "bytes": list(data)}
+def test_a_token_is_described_with_its_bytes(run):
+    completion = ask(run, messages=HI, logprobs=True, top_logprobs=1)
+    tokens = [*run.encode("H"), *run.encode("é")[:1], *run.encode("<|im_end|>", special=True)]
+    events = [TokenEvent("", token, -1.0, [(tokens[0], -0.5)], None) for token in tokens]
+    described = completion.build_choice(0, events)["logprobs"]["content"]
+    top = [{"token": "H", "logprob": -0.5, "bytes": [72]}]
+    name = "<|im_end|>"
+    assert described == [
+        {"token": "H", "logprob": -1.0, "bytes": [72], "top_logprobs": top},
+        {"token": "bytes:\\xc3", "logprob": -1.0, "bytes": [0xC3], "top_logprobs": top},
+        {"token": name, "logprob": -1.0, "bytes": [*name.encode()], "top_logprobs": top},
+    ]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

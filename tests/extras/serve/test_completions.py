@@ -96,7 +96,7 @@ def test_a_client_loses_nothing_that_came_at_once_as_the_loop_was_held_up():
         completion.requests[0].callback(piece)
 
     async def read_all() -> list[object]:
-        return [(await completion.wait_for_events())[1] for _ in pieces]
+        return [(await completion.events.get())[1] for _ in pieces]
 
     assert asyncio.run(read_all()) == pieces
     assert completion.requests[0].text.finish_reason is None
