@@ -179,19 +179,6 @@ def test_texts_go_on_while_weights_are_encoded(run: Run, too_large):
     assert len(received[0]) == page.size
 
 
-def test_a_reader_that_never_reads_is_cut_off(run: Run, too_large):
-    page = page_of(run)
-    large = memoryview(bytes(1 << 26))  # more than fits into buffers
-    page = page._replace(weights=lambda: iter([large]), size=large.nbytes)
-    with (
-        serving(run, page=page, request_seconds=1) as url,
-        HTTP.stream("GET", f"{url}/weights") as answer,
-    ):
-        threading.Event().wait(2)
-        with pytest.raises(httpx.RemoteProtocolError):
-            answer.read()
-
-
 def test_a_key_locks_all_but_a_name(run: Run):
     with serving(run, "sesame", page=page_of(run, "sesame")) as url:
         data = data_of(HTTP.get(url).text)
