@@ -148,15 +148,13 @@ def _compile(command: list[str], attempts: list[list[str]], folder: Path, name: 
         prefix=".tmp-", dir=folder, ignore_cleanup_errors=True
     ) as scratch:
         partial = Path(scratch) / f"{name}{LIBRARY_SUFFIX}"
-        *first_attempts, last = attempts
-        for options in first_attempts:
+        for options in attempts:
             try:
                 _run([*command, *options, "-o", str(partial)])
                 break
             except subprocess.CalledProcessError:  # it lacks OpenMP, or does not know an option
-                continue
-        else:
-            _run([*command, *last, "-o", str(partial)])
+                if options is attempts[-1]:
+                    raise
         partial.chmod(0o700)
         library = folder / f"{name}-{_compute_digest(partial)}{LIBRARY_SUFFIX}"
         files.rename(partial, library)

@@ -16,10 +16,6 @@ from gptmini.generate.sequence import Sequence
 from gptmini.machine import multiplies_bfloat16
 from gptmini.model.gpt import GPT
 
-# Devices of these types record steps and draw tokens, for all texts at once. The GPUs of Apple and
-# some of Intel's have no 64-bit floats, which the weights of tokens need.
-DRAWING_DEVICES = ("cuda",)
-
 
 class GpuEngine(TorchEngine):
     """Runs texts of any lengths together on a GPU.
@@ -44,7 +40,9 @@ class GpuEngine(TorchEngine):
         self._source = model
         self._weights = weights
         self._fingerprint: Fingerprint = shares._fingerprint if shares else Fingerprint(model)
-        self._on_device = model.device.type in DRAWING_DEVICES
+        # Whether steps are recorded, and tokens drawn on the device. The GPUs of Apple and some of
+        # Intel's have no 64-bit floats, which the weights of tokens need.
+        self._on_device = model.device.type == "cuda"
         self._graphs = StepGraphs()
 
     def draw(self, logits: list[Tensor], texts: list[Sequence]) -> dict[Sequence, int]:

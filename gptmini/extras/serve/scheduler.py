@@ -12,7 +12,7 @@ Letters: T tokens of a prompt, V vocabulary.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -172,21 +172,18 @@ class Scheduler(threading.Thread):
     def _step(self, engine: Engine, requests: list[Request]) -> None:
         """Draw one token for each text and deliver it."""
         live = _drop_ended(requests)
-        for request in live:
-            request.text.n_logits = len(request.text.context) if request.scores_prompt_next else 1
-        all_logits = engine([request.text for request in live]) if live else []
-        self._deliver([*self._draw_tokens(engine, live, all_logits)])
-
-    def _draw_tokens(
-        self, engine: Engine, requests: list[Request], all_logits: list[Tensor]
-    ) -> Iterator[tuple[Callback, TokenEvents | Exception]]:
-        """Draw a token for each text from logits, (n_logits, V) each; yield events, or an error."""
-        texts = [request.text for request in requests]
+        if not live:
+            return
+        texts = [request.text for request in live]
+        for request, text in zip(live, texts, strict=True):
+            text.n_logits = len(text.context) if request.scores_prompt_next else 1
+        all_logits = engine(texts)  # (n_logits, V) each
         tokens = engine.draw([logits[-1] for logits in all_logits], texts)
-        for request, logits in zip(requests, all_logits, strict=True):
-            text = request.text
+        deliveries: Deliveries = []
+        for request, text, logits in zip(live, texts, all_logits, strict=True):
             events = text.error or self._add_token(request, logits, tokens[text])
-            yield request.callback, events
+            deliveries.append((request.callback, events))
+        self._deliver(deliveries)
 
     def _add_token(self, request: Request, logits: Tensor, token: int) -> TokenEvents:
         """Add a token, drawn from logits (n_logits, V), to its text; return its events."""

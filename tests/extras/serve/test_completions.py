@@ -26,16 +26,12 @@ def complete(run: Run, **fields: Any) -> Completion:
 def generate(run: Run, completion: Completion) -> list[TokenEvents]:
     """Generate all texts of a completion, one after another; the events of each."""
     generated = []
-    scheduler = Scheduler(run, 1, 1, lambda deliveries: None)
     for request in completion.requests:
         engine = TorchEngine(run.model)
         events: TokenEvents = []
+        scheduler = Scheduler(run, 1, 1, lambda deliveries, to=events: to.extend(deliveries[0][1]))
         while request.text.finish_reason is None:
-            request.text.n_logits = 1
-            (logits,) = engine([request.text])
-            ((_, found),) = scheduler._draw_tokens(engine, [request], [logits])
-            assert isinstance(found, list)
-            events += found
+            scheduler._step(engine, [request])
         generated.append(events)
     return generated
 
