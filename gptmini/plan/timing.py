@@ -243,47 +243,41 @@ def time_step(
     After `limit` seconds nothing is repeated: the first pass and update may then be all there is.
     A run whose passes take `exact_from` seconds by the first one has no limit.
     """
-    with compute.enter_training():
-        return _time_step(config, compute, repeats, compiled, limit, exact_from)
-
-
-def _time_step(
-    config: Config, compute: Compute, repeats: int, compiled: bool, limit: float, exact_from: float
-) -> StepTime:
     timing_started = time.perf_counter()
-    train = config.train
-    size = train.micro_batch_size or choose_micro_batch_size(config, Machine(compute))
-    model = GPT(config.model).to(compute.device).train()
-    model.gradient_checkpointing = train.gradient_checkpointing
-    if compiled:
-        compile_blocks(model)
-    compute_loss = create_loss(model, compute.device)
-    tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
-    passes = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        with compute.autocast():
-            mean = compute_loss(tokens, tokens)
-        mean.backward()
-        compute.synchronize()
-        passes.append(time.perf_counter() - started)
-        if passes[0] * train.batch_size / size * train.steps >= exact_from:
-            limit = math.inf
-        if time.perf_counter() - timing_started > limit:
-            break
-    if compiled and not has_finite_gradients(model):
-        raise ArithmeticError("compiled code computes gradients that are not finite")
-    optimizer = Optimizer(model, train, compute.dtype)
-    updates = []
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        started = time.perf_counter()
-        optimizer.step(train.lr)
-        compute.synchronize()
-        updates.append(time.perf_counter() - started)
-        if time.perf_counter() - timing_started > limit:
-            break
+    with compute.enter_training():
+        train = config.train
+        size = train.micro_batch_size or choose_micro_batch_size(config, Machine(compute))
+        model = GPT(config.model).to(compute.device).train()
+        model.gradient_checkpointing = train.gradient_checkpointing
+        if compiled:
+            compile_blocks(model)
+        compute_loss = create_loss(model, compute.device)
+        tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
+        passes = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            with compute.autocast():
+                mean = compute_loss(tokens, tokens)
+            mean.backward()
+            compute.synchronize()
+            passes.append(time.perf_counter() - started)
+            if passes[0] * train.batch_size / size * train.steps >= exact_from:
+                limit = math.inf
+            if time.perf_counter() - timing_started > limit:
+                break
+        if compiled and not has_finite_gradients(model):
+            raise ArithmeticError("compiled code computes gradients that are not finite")
+        optimizer = Optimizer(model, train, compute.dtype)
+        updates = []
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            started = time.perf_counter()
+            optimizer.step(train.lr)
+            compute.synchronize()
+            updates.append(time.perf_counter() - started)
+            if time.perf_counter() - timing_started > limit:
+                break
     fastest_pass = min(passes[1:] or passes)
     return StepTime(fastest_pass * train.batch_size / size, min(updates))
 
