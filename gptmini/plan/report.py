@@ -39,15 +39,20 @@ def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
     """Count what does not depend on the machine; epochs only with a plan, which has the text."""
     model = config.model
     train = config.train
+    divisors = [n for n in range(model.n_head, 0, -1) if model.n_head % n == 0]
     count = cost.count_parameters(model)
     forward_flops = cost.count_forward_flops(model, config.seq_len)
     training_flops = cost.count_training_flops(model, config.seq_len, train.gradient_checkpointing)
-    tokens = {
+    tokens: dict[str, float] = {
         "seen": train.steps * train.batch_size * config.seq_len,
         "compute_optimal": cost.CHINCHILLA_TOKENS_PER_PARAMETER * count,
     }
     if plan is not None:
-        tokens |= _describe_text(plan)
+        tokens |= {
+            "an_epoch": plan.text_size.total,
+            "held_out": plan.corpus.held_out,
+            "epochs": count_epochs(plan.config, plan.text_size),
+        }
     return {
         "parameters": {"all": count} | cost.count_parameters_by_part(model),
         "flops_per_token": {
@@ -56,30 +61,15 @@ def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
             "six_times_parameters": 6 * count,
         },
         "checkpointing": train.gradient_checkpointing,
-        "cache": _list_cache_sizes(model),
+        "cache": [_describe_cache(model, n) for n in divisors],
         "tokens": tokens,
         "steps": train.steps,
-    }
-
-
-def _describe_text(plan: Plan) -> dict[str, Any]:
-    """Count the tokens of a text, and how often training reads them."""
-    return {
-        "an_epoch": plan.text_size.total,
-        "held_out": plan.corpus.held_out,
-        "epochs": count_epochs(plan.config, plan.text_size),
     }
 
 
 def describe_memory(memory: cost.Memory, program: int) -> dict[str, int]:
     """Add the bytes of Python and torch."""
     return {**asdict(memory), "program": program, "peak": memory.peak + program}
-
-
-def _list_cache_sizes(model: ModelConfig) -> list[dict[str, Any]]:
-    """List the KV cache for every possible number of KV heads, at the context length and beyond."""
-    divisors = [n for n in range(model.n_head, 0, -1) if model.n_head % n == 0]
-    return [_describe_cache(model, n_kv_head) for n_kv_head in divisors]
 
 
 def _describe_cache(model: ModelConfig, n_kv_head: int) -> dict[str, Any]:
@@ -220,16 +210,13 @@ def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
         misfit = f"the run does not fit in {time['memory']};"
         return _join_lines([misfit, _suggest_savings(facts)])
     duration = f"{_format_long_duration(60 * time['minutes'])} on {time['on']}"
-    return _join_lines([duration, *(speed or [_format_speed(time)])])
-
-
-def _format_speed(time: dict[str, Any]) -> str:
-    """Write the speed of this machine."""
-    compiled = ", compiled" if time["compiled"] else ""
-    return (
-        f"{time['seconds_per_step']:.3f} s per step{compiled}; "
-        f"{time['seconds_per_evaluation']:.1f} s per evaluation, {time['evaluations']} in all"
-    )
+    if not speed:
+        compiled = ", compiled" if time["compiled"] else ""
+        speed = [
+            f"{time['seconds_per_step']:.3f} s per step{compiled}; "
+            f"{time['seconds_per_evaluation']:.1f} s per evaluation, {time['evaluations']} in all"
+        ]
+    return _join_lines([duration, *speed])
 
 
 def _join_lines(lines: Iterable[str]) -> str:
