@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmini.config.load import SET_BY_MINUTES, iter_settings
-from gptmini.config.settings import Config, TrainConfig
+from gptmini.config.settings import Config
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
 from gptmini.plan.plan import Request
@@ -114,11 +114,13 @@ def _resume(requested: Config, run: RunDirectory) -> Request:
     """Keep all that the run has settled, but for what may change and is requested otherwise."""
     settled = run.load_config()
     check_same_request(requested, run.load_request(), settled, run)
+    asked = requested.train
+    by_minutes = set() if asked.minutes is None else SET_BY_MINUTES - asked.model_fields_set
     train: dict[str, Any] = {}
     for key in CHANGEABLE_SETTINGS:
         section, _, name = key.partition(".")
-        if section == "train" and not _keeps(requested.train, name):
-            train[name] = getattr(requested.train, name)
+        if section == "train" and not (asked.leaves_open(name) or name in by_minutes):
+            train[name] = getattr(asked, name)
     if requested.train.shard or settled.train.shard:
         train["reduce"] = requested.train.reduce
     paths = {key: getattr(requested.data, key) for key in ("path", "validation_path")}
@@ -135,14 +137,6 @@ def _resume(requested: Config, run: RunDirectory) -> Request:
     steps = round(settled.train.steps * requested.train.minutes / settled.train.minutes)
     steps = max(1, settled.train.warmup_steps, steps)
     return replace(resumed, config=resumed.config.with_train(steps=steps))
-
-
-def _keeps(requested: TrainConfig, key: str) -> bool:
-    """Return whether a request leaves a setting to what the run has settled."""
-    if requested.leaves_open(key):
-        return True
-    is_stated = key in requested.model_fields_set
-    return requested.minutes is not None and key in SET_BY_MINUTES and not is_stated
 
 
 def check_same_request(
