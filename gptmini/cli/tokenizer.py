@@ -112,7 +112,7 @@ def info(
     from gptmini.console import escape_control_characters
     from gptmini.data import corpus
     from gptmini.tokenizer.load import find_tokenizer
-    from gptmini.tokenizer.spelling import label_token
+    from gptmini.tokenizer.spelling import label_tokens
 
     inspected = find_tokenizer(name)
     lengths = inspected.compute_byte_lengths()
@@ -134,7 +134,7 @@ def info(
         return
     rows = {"kind": inspected.kind, "vocabulary": f"{inspected.vocab_size:,} tokens"}
     if lengths.max() > 1:
-        rows["longest tokens"] = ", ".join(label_token(inspected, token) for token in longest)
+        rows["longest tokens"] = ", ".join(label_tokens(inspected, [t])[0] for t in longest)
     rows["special tokens"] = ", ".join(map(escape_control_characters, facts["special_tokens"]))
     if facts["bos_token"] is not None:
         rows["texts begin with"] = escape_control_characters(facts["bos_token"])

@@ -6,7 +6,7 @@ counted again, so plain Python takes 4 seconds for 12 MB of code and 8192 tokens
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 
 import regex
@@ -21,11 +21,6 @@ WORD_PATTERN = (
 MAX_WORD_CHARACTERS = 64  # longer words are learned in parts, or a single one could take hours
 MAX_DISTINCT_WORD_BYTES = 2_000_000  # of distinct words, kept in memory
 Pair = tuple[int, int]
-
-
-def split_words(pattern: str, text: str) -> Iterator[str]:
-    """Split a text into words, as tiktoken does by this pattern."""
-    return (match.group() for match in regex.finditer(pattern, text))
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:

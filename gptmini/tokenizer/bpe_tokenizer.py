@@ -28,18 +28,11 @@ class BpeTokenizer(Tokenizer):
         self.kind = encoding.name
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab
+        self.special_tokens = encoding._special_tokens
         self.eos_token_id = self.special_tokens[END_OF_TEXT]
         self.chat_template = chat_template
         self._ends = list(dict.fromkeys([*ends, END_OF_TEXT]))  # without repetition
-        self._end_tokens = [self.special_tokens[name] for name in self._ends]
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return self.encoding._special_tokens
-
-    @property
-    def end_tokens(self) -> list[int]:
-        return self._end_tokens
+        self.end_tokens = [self.special_tokens[name] for name in self._ends]
 
     def encode(self, text: str, continues: bool = False) -> Tokens:
         tokens = [np.empty(0, np.uint32)]
@@ -121,13 +114,12 @@ def create_bpe_tokenizer(
     return BpeTokenizer(encoding, ends, chat_template)
 
 
-def list_published_encodings() -> list[str]:
-    """List the names of the encodings that tiktoken can download."""
-    return tiktoken.list_encoding_names()
-
-
 def load_published_encoding(name: str) -> BpeTokenizer:
     """Load an encoding of tiktoken from its cache or the network; DataError if that fails."""
+    published = tiktoken.list_encoding_names()
+    if name not in published:
+        known = ", ".join(["auto", "byte", "char", "bpe", *published])
+        raise DataError(f"{name}: no such tokenizer; choose one of {known}, or a .json file")
     try:
         with show_elapsed(f"loading the encoding {name}"):
             return BpeTokenizer(tiktoken.get_encoding(name))

@@ -60,23 +60,15 @@ class ForeignTokenizer(Tokenizer):
         self.chat_template = chat_template
         self.template_tokens = template_tokens or {}
         self._library = library
-        self._special_tokens = find_special_tokens(library, vocab_size)
+        self.special_tokens = find_special_tokens(library, vocab_size)
         self._eos_token = eos_token
         self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
-        self._end_tokens = [self._special_tokens[name] for name in self._ends]
-        self.eos_token_id = self._special_tokens[eos_token]
+        self.end_tokens = [self.special_tokens[name] for name in self._ends]
+        self.eos_token_id = self.special_tokens[eos_token]
         self._decoder = library.decoder
         self._is_byte_level = self._decode_inside("\u0120") == " "
         self._has_bytes = self._decode_inside("<0x41>") == "A"
         self.drops_first_space = self._decoder.decode([f"{SPACE}a"]) == "a"
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return self._special_tokens
-
-    @property
-    def end_tokens(self) -> list[int]:
-        return self._end_tokens
 
     def encode(self, text: str, continues: bool = False) -> Tokens:
         text.encode()  # raises UnicodeEncodeError for what the library would call no text

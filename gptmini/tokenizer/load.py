@@ -12,7 +12,6 @@ from gptmini.tokenizer.bpe_tokenizer import (
     BpeTokenizer,
     add_chat,
     create_bpe_tokenizer,
-    list_published_encodings,
     load_published_encoding,
 )
 from gptmini.tokenizer.foreign import ForeignTokenizer
@@ -59,12 +58,8 @@ def create_tokenizer(
             "tokenizer.kind: imported belongs to a pretrained model; fine-tune that with gptmini "
             "train --from RUN --data PATH"
         )
-    published = list_published_encodings()
-    if kind not in published:
-        known = ", ".join(["auto", "byte", "char", "bpe", *published])
-        raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")
-    published_encoding = load_published_encoding(kind)
-    return add_chat(published_encoding) if chat else published_encoding
+    published = load_published_encoding(kind)
+    return add_chat(published) if chat else published
 
 
 def find_tokenizer(name: str) -> Tokenizer:

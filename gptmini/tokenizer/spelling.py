@@ -14,45 +14,24 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 BYTES_LEGEND = "in hex: bytes that are no whole character"
 
 
-def label_token(tokenizer: Tokenizer, token: int) -> str:
-    """Label a token that stands alone, as in a list of a vocabulary."""
-    return label_tokens(tokenizer, [token])[0]
-
-
 def label_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """Label each token of a text."""
-    return ["".join(spelling) for spelling in spell_tokens(tokenizer, tokens)]
+    labels = label_pieces([tokenizer.decode_token(token) for token in tokens])
+    return [
+        "<doc>" if token == tokenizer.eos_token_id else label
+        for token, label in zip(tokens, labels, strict=True)
+    ]
 
 
 def label_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """Label the tokens of a text, given the bytes of each."""
-    return ["".join(spelling) for spelling in spell_pieces(pieces)]
-
-
-def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
-    """Spell a token that stands alone; see `spell_pieces`."""
-    return spell_tokens(tokenizer, [token])[0]
-
-
-def spell_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[list[str]]:
-    """Spell each token of a text; see `spell_pieces`."""
-    spellings = spell_pieces([tokenizer.decode_token(token) for token in tokens])
-    for token, spelling in zip(tokens, spellings, strict=True):
-        if token == tokenizer.eos_token_id:
-            spelling[:] = ["", "<doc>"]
-    return spellings
-
-
-def spell_pieces(pieces: Sequence[bytes]) -> list[list[str]]:
-    """Spell each piece as text and symbols in turn, text first; [] for an empty one."""
-    spellings: list[list[str]] = [[] for _ in pieces]
+    """Label the tokens of a text, given the bytes of each; "" for one that has none."""
+    labels = [""] * len(pieces)
     for character, places in iter_characters(pieces):
-        is_text = character.isprintable() and character != " "
         for part, place in enumerate(places, 1):
-            _append(spellings[place], _show(character), is_text)
+            labels[place] += _show(character)
             if len(places) > 1:
-                _append(spellings[place], f"{part}/{len(places)}", False)
-    return spellings
+                labels[place] += f"{part}/{len(places)}"
+    return labels
 
 
 def explain_labels(pieces: Sequence[bytes]) -> list[str]:
@@ -90,16 +69,6 @@ def iter_characters(pieces: Sequence[bytes]) -> Iterator[tuple[str, list[int]]]:
             end = start + len(character.encode("utf-8", "surrogateescape"))
             yield character, sorted(set(owners[start:end]))
             start = end
-
-
-def _append(spelling: list[str], shown: str, is_text: bool) -> None:
-    """Append text or a symbol to a spelling, in which they stand at even and at odd places."""
-    if not spelling:
-        spelling.append("")
-    ends_with_text = len(spelling) % 2 == 1
-    if is_text != ends_with_text:
-        spelling.append("")
-    spelling[-1] += shown
 
 
 def _show(character: str) -> str:

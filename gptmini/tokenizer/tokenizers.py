@@ -35,20 +35,12 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     eos_token_id: int
+    special_tokens: dict[str, int]  # the tokens that no text encodes to, by name
+    end_tokens: list[int]  # the tokens that end a text; exports name the first as eos_token
     adds_bos = False  # whether the end-of-text token stands before prompts, too, as in Llama 3
     chat_template: str | None = None  # of an instruct model: Jinja, as Hugging Face has it
     template_tokens: dict[str, str] = {}  # noqa: RUF012 - names by use, such as bos_token; immutable
     drops_first_space = False  # whether a text loses the space that its first token begins with
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """The tokens that no text encodes to, by name."""
-        return {END_OF_TEXT: self.eos_token_id}
-
-    @property
-    def end_tokens(self) -> list[int]:
-        """The tokens that end a text; exports name the first as eos_token."""
-        return [self.eos_token_id]
 
     @abstractmethod
     def encode(self, text: str, continues: bool = False) -> Tokens:
@@ -136,20 +128,13 @@ class _PlainTokenizer(Tokenizer):
         self.eos_token_id = n_plain
         self.chat_template = chat_template
         names = [END_OF_TEXT] if chat_template is None else [END_OF_TEXT, *CHAT_TOKENS]
-        self._special_tokens = {name: number for number, name in enumerate(names, n_plain)}
+        self.special_tokens = {name: number for number, name in enumerate(names, n_plain)}
+        ends = [END_OF_TEXT] if chat_template is None else [CHAT_TOKENS[1], END_OF_TEXT]
+        self.end_tokens = [self.special_tokens[name] for name in ends]
         self.vocab_size = n_plain + len(names)
 
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return self._special_tokens
-
-    @property
-    def end_tokens(self) -> list[int]:
-        names = [END_OF_TEXT] if self.chat_template is None else [CHAT_TOKENS[1], END_OF_TEXT]
-        return [self._special_tokens[name] for name in names]
-
     def to_dict(self) -> dict[str, Any]:
-        return {} if self.chat_template is None else {"special_tokens": self._special_tokens}
+        return {} if self.chat_template is None else {"special_tokens": self.special_tokens}
 
     def chat_settings(self) -> dict[str, Any]:
         return {} if self.chat_template is None else {"chat_template": self.chat_template}

@@ -3,15 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.tokenizer.spelling import (
-    BYTES_LEGEND,
-    explain_labels,
-    label_pieces,
-    label_token,
-    label_tokens,
-    spell_token,
-    spell_tokens,
-)
+from gptmini.tokenizer.spelling import BYTES_LEGEND, explain_labels, label_pieces, label_tokens
 from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
@@ -25,7 +17,7 @@ def split(text: str, *places: int) -> list[bytes]:
 
 
 def test_symbols_show_what_cannot_be_seen():
-    labels = [label_token(BYTES, token) for token in (65, 32, 10, 0x1B, 0xC3, 256)]
+    labels = [label_tokens(BYTES, [token])[0] for token in (65, 32, 10, 0x1B, 0xC3, 256)]
     assert labels == ["A", "␣", "\\n", "\\x1b", "c3", "<doc>"]
 
 
@@ -63,13 +55,6 @@ def test_no_character_continues_across_a_special_token():
 def test_a_character_that_cannot_be_seen_is_named_by_its_code_point():
     assert label_pieces(split("\u200b", 1)) == ["\\u200b1/2", "\\u200b2/2"]
     assert explain_labels(split("\u200b", 1))[0].startswith("\\u200b1/2: the first of 2 tokens")
-
-
-def test_text_and_symbols_stand_in_turn():
-    assert spell_tokens(BYTES, list("中".encode()))[0] == ["中", "1/3"]
-    assert spell_token(CharTokenizer("中"), 256) == ["中"]
-    assert spell_token(BYTES, 0xE4) == ["", "e4"]
-    assert spell_token(BYTES, 32) == ["", "␣"]
 
 
 def test_marks_are_explained_if_there_are_any():
