@@ -3,14 +3,14 @@
 Letters: L layers, H query heads, T positions.
 """
 
-import re
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gptmini import console
+from gptmini.cli.options import parse_number
 from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
@@ -22,6 +22,7 @@ MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N"
 
 MAX_MASK_POSITIONS = 256  # more would overflow the screen
 MAX_MATRIX_TOKENS = 12  # of a head that is shown whole
+SUMMARY = ("previous", "first", "itself", "entropy")  # what `summarize_heads` says of each head
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,13 @@ class AttentionView:
     def format_table(self) -> str:
         """Return a table with the summary of each head to show."""
         heads_per_kv_head = self.weights.shape[1] // self.n_kv_head
-        rows = [["layer", "head", "KV head", "previous", "first", "itself", "entropy"]]
-        for summary in summarize_heads(self.weights):
-            if summary.layer in self.layers and self.head in (None, summary.head):
-                rows.append(
-                    [
-                        str(summary.layer),
-                        str(summary.head),
-                        str(summary.head // heads_per_kv_head),
-                        f"{summary.previous:.3f}",
-                        f"{summary.first:.3f}",
-                        f"{summary.itself:.3f}",
-                        f"{summary.entropy:.3f}",
-                    ]
-                )
+        heads = range(self.weights.shape[1]) if self.head is None else [self.head]
+        rows = [["layer", "head", "KV head", *SUMMARY]]
+        means = summarize_heads(self.weights).tolist()
+        for layer in self.layers:
+            for head in heads:
+                cells = [f"{mean:.3f}" for mean in means[layer][head]]
+                rows.append([str(layer), str(head), str(head // heads_per_kv_head), *cells])
         return console.format_table(rows)
 
 
@@ -150,23 +144,13 @@ def compute_attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     return torch.stack(layers).cpu()  # (L, H, T, T)
 
 
-class HeadSummary(NamedTuple):
-    """The mean weight of one head on the previous token, the first and the query's own.
+def summarize_heads(weights: Tensor) -> Tensor:
+    """Summarize weights (L, H, T, T), without the first query, which can see only itself.
 
-    `entropy` is the mean entropy of its weights, in nats.
+    Returns, (L, H, 4), the mean weight of each head on the previous token, the first and the
+    query's own, and the mean entropy of its weights, in nats.
     """
-
-    layer: int
-    head: int
-    previous: float
-    first: float
-    itself: float
-    entropy: float
-
-
-def summarize_heads(weights: Tensor) -> list[HeadSummary]:
-    """Summarize weights (L, H, T, T), without the first query, which can see only itself."""
-    L, H, T, _ = weights.shape
+    T = weights.shape[-1]
     start = 1 if T > 1 else 0  # skip the first query, unless it is the only one
     rows = weights[:, :, start:]
     previous = weights.diagonal(-1, 2, 3) if T > 1 else weights[..., 0]
@@ -174,12 +158,7 @@ def summarize_heads(weights: Tensor) -> list[HeadSummary]:
     itself = weights.diagonal(0, 2, 3)[..., start:]
     entropy = torch.special.entr(rows).sum(dim=-1)
     quantities = [previous, first, itself, entropy]  # each (L, H, T - 1)
-    means = torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)  # (L, H, 4)
-    return [
-        HeadSummary(layer, head, *means[layer, head].tolist())
-        for layer in range(L)
-        for head in range(H)
-    ]
+    return torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)
 
 
 def build_mask(name: str, size: int | None = None) -> Tensor:
@@ -193,8 +172,7 @@ def build_mask(name: str, size: int | None = None) -> Tensor:
     kind, _, argument = name.partition(":")
     if kind == "cross":
         return _build_cross_mask(name, argument, size)
-    if size is None:
-        size = 12
+    size = size or 12
     visible = torch.ones(size, size, dtype=torch.bool)
     for part in name.split("+"):
         mask = _build_part(part, size)
@@ -212,18 +190,18 @@ def _build_part(name: str, size: int) -> Tensor | None:
     """Build a mask that has no + in its name; None if there is no such mask."""
     kind, _, argument = name.partition(":")
     words = argument.split(",") if argument else []
-    numbers = [_parse_number(word) for word in words]
+    numbers = [parse_number(word) for word in words]
     positions = torch.arange(size)
     match kind, numbers:
         case "causal", []:
             return make_mask(positions, positions)
-        case "window", [window] if window > 0:
+        case "window", [int(window)] if window > 0:
             return make_mask(positions, positions, window)
-        case "strided", [stride] if stride > 0:
+        case "strided", [int(stride)] if stride > 0:
             return mechanisms.strided_mask(size, stride)
-        case "global", [window, n_global] if window > 0 and n_global > 0:
+        case "global", [int(window), int(n_global)] if window > 0 and n_global > 0:
             return mechanisms.global_mask(size, window, n_global)
-        case "padding", [padded, *_] if 0 <= padded < size and words[1:] in ([], ["left"]):
+        case "padding", [int(padded), *_] if padded < size and words[1:] in ([], ["left"]):
             lengths = torch.tensor([size - padded])
             side: Literal["left", "right"] = "left" if words[1:] else "right"
             return mechanisms.padding_mask(lengths, size, side)[0]  # (1, size), for all queries
@@ -232,7 +210,7 @@ def _build_part(name: str, size: int) -> Tensor | None:
 
 def _build_cross_mask(name: str, argument: str, size: int | None) -> Tensor:
     """Build the mask (T, size) of T queries on S keys, given "T,S"."""
-    T, S = map(_parse_number, argument.partition(",")[::2])
+    T, S = (parse_number(word) or 0 for word in argument.partition(",")[::2])
     if 0 < T <= MAX_MASK_POSITIONS and 0 < S <= (size or MAX_MASK_POSITIONS):
         return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
     raise ConfigError(
@@ -241,12 +219,6 @@ def _build_cross_mask(name: str, argument: str, size: int | None) -> Tensor:
     )
 
 
-def _parse_number(text: str) -> int:
-    """Parse a number of positions; -1 if the text is none, or far too large a one."""
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
-
-
 def format_mask(mask: Tensor) -> str:
     """Format a mask as rows of x (visible) and . (masked): queries down, keys across."""
-    rows = [["x" if is_visible else "." for is_visible in row] for row in mask.tolist()]
-    return "\n".join(" ".join(row) for row in rows)
+    return "\n".join(" ".join(".x"[is_visible] for is_visible in row) for row in mask.tolist())
