@@ -266,19 +266,14 @@ def _print_texts(
             found = run.find_copies(text.text, text.prompt) if show_sources else None
             if not streams:
                 before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
-                stretches = _shift(found, len(before))
-                marked = mark(f"{before}{text.text}\n", stretches, raw)
-                if not stream_to_stdout(marked, raw=True):
+                stretches = found.stretches if found else []
+                marked = mark(f"{text.text}\n", stretches, raw)
+                if not stream_to_stdout(chain(mark(before, [], raw), marked), raw=True):
                     return
             if found is not None:
                 _say_copies(found, text.text)
         if sys.stderr.isatty():
             say(_describe_speed(generation))
-
-
-def _shift(found: "Copies | None", by: int) -> list[tuple[int, int]]:
-    """Return the copied stretches of a text that something stands before."""
-    return [(start + by, end + by) for start, end in found.stretches] if found else []
 
 
 def _say_copies(found: "Copies", text: str) -> None:
@@ -349,7 +344,7 @@ def _read_line() -> str | None:
 
 def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
     """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
-    from gptmini.console import say, stream_to_stdout
+    from gptmini.console import say
 
     say(
         "Type a prompt; an empty line continues the last text. "
@@ -359,14 +354,9 @@ def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: boo
     turn = 0
     while (line := _read_line()) is not None:
         text = line or text
-        generation = None
-        try:
-            # The same prompt gives another text each time, unless a seed asks for one text.
-            generation = run.start([text], [0 if "seed" in settings else turn], **settings)
-            stream_to_stdout(chain([line], (piece for _, piece in generation), ["\n"]), raw)
-        except KeyboardInterrupt:
-            stream_to_stdout(["\n"])
-        new = generation.samples[0].text if generation else ""
+        # The same prompt gives another text each time, unless a seed asks for one text.
+        number = 0 if "seed" in settings else turn
+        new = _print_answer(run, text, number, settings, raw, shown=line)
         if show_sources:
             _say_copies(run.find_copies(new, text), new)
         text += new
@@ -375,7 +365,7 @@ def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: boo
 
 def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
     """Answer messages as they are typed, each with what was said before, as far as it fits."""
-    from gptmini.console import say, stream_to_stdout
+    from gptmini.console import say
 
     run.render_chat([{"role": "user", "content": ""}])  # refuses a run without a template now
     say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
@@ -394,16 +384,25 @@ def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None
             has_dropped = True
         messages = kept
         turn += 1
-        generation = None
-        try:
-            generation = run.start([run.encode_chat(messages)], [turn], **settings)
-            stream_to_stdout(chain((piece for _, piece in generation), ["\n"]), raw)
-        except KeyboardInterrupt:
-            stream_to_stdout(["\n"])
-        answer = generation.samples[0].text if generation else ""
+        answer = _print_answer(run, run.encode_chat(messages), turn, settings, raw)
         if show_sources:
             _say_copies(run.find_copies(answer), answer)
         messages.append({"role": "assistant", "content": answer})
+
+
+def _print_answer(
+    run: "Run", prompt: str | list[int], number: int, settings: Settings, raw: bool, shown: str = ""
+) -> str:
+    """Print a text as it is generated, behind what is `shown`; return it, or its part at Ctrl-C."""
+    from gptmini.console import stream_to_stdout
+
+    generation = None
+    try:
+        generation = run.start([prompt], [number], **settings)
+        stream_to_stdout(chain([shown], (piece for _, piece in generation), ["\n"]), raw)
+    except KeyboardInterrupt:
+        stream_to_stdout(["\n"])
+    return generation.samples[0].text if generation else ""
 
 
 def drop_oldest_turns(

@@ -16,7 +16,7 @@ from gptmini.console import show_item_progress
 from gptmini.errors import DataError, MachineError
 from gptmini.generate.run import Run
 
-Job = tuple[dict[str, Any], int]  # a prompt, with the other keys of its line, and a sample's number
+SETTINGS = {*SampleConfig.model_fields, "max_tokens"}  # the last as other programs call it
 OUTPUT_KEYS = {"number", "text", "tokens", "logprobs", "finish_reason", "made_of"}
 
 
@@ -42,6 +42,7 @@ def generate_file(
     sampling = run.build_sample_config(settings).model_dump()
     origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, entries])
     made_of = hashlib.sha256(origin.encode()).hexdigest()[:16]
+    # Each is a prompt, with the other keys of its line, and the number of a sample.
     jobs = [(entry, number) for entry in entries for number in range(samples)]
     with files.name_in_errors(out), out.open("a+b") as file:
         if not files.try_lock(file.fileno()):
@@ -52,24 +53,16 @@ def generate_file(
         with show_item_progress("text", len(jobs), done) as advance:
             for start in range(done, len(jobs), batch_size):
                 batch = jobs[start : start + batch_size]
-                for line in _generate_batch(run, batch, settings, how):
-                    text = json.dumps(line | {"made_of": made_of}, ensure_ascii=False)
-                    file.write(f"{text}\n".encode())
+                texts = [entry["prompt"] for entry, _ in batch]
+                numbers = [number for _, number in batch]
+                generated = run.start(texts, numbers, **settings, **how).finish()
+                for (entry, _), text in zip(batch, generated, strict=True):
+                    line = entry | text.to_dict() | {"made_of": made_of}
+                    file.write(f"{json.dumps(line, ensure_ascii=False)}\n".encode())
                 # A whole batch reaches the disk before it counts as done.
                 file.flush()
                 files.sync(file.fileno())
                 advance(len(batch))
-
-
-def _generate_batch(
-    run: Run, batch: list[Job], settings: dict[str, Any], how: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Yield what the line of each job says, in order."""
-    prompts = [entry["prompt"] for entry, _ in batch]
-    numbers = [number for _, number in batch]
-    texts = run.start(prompts, numbers, **settings, **how).finish()
-    for (entry, _), text in zip(batch, texts, strict=True):
-        yield entry | text.to_dict()
 
 
 def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
@@ -92,7 +85,7 @@ def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
         entry = {"prompt": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise DataError(f'{where}: no prompt; write "TEXT" or {{"prompt": "TEXT"}}')
-        if settings := [key for key in entry if _is_setting(key)]:
+        if settings := [key for key in entry if key in SETTINGS]:
             raise DataError(
                 f"{where}: has {', '.join(settings)}, but settings apply to all prompts; "
                 "give them on the command line and rename or remove them here"
@@ -100,10 +93,6 @@ def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
         if reserved := entry.keys() & OUTPUT_KEYS:
             raise DataError(f"{where}: key {min(reserved)!r} is reserved for the output; rename it")
         yield entry
-
-
-def _is_setting(key: str) -> bool:
-    return key in SampleConfig.model_fields or key == "max_tokens"  # as other programs call it
 
 
 def _count_finished_lines(file: BinaryIO, out: Path, made_of: str) -> int:
