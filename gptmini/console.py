@@ -21,8 +21,8 @@ from gptmini.files import IS_WINDOWS
 T = TypeVar("T")
 MARK = "\x1b[4;35m"  # underlined and magenta, which can be read on black and on white
 UNMARK = "\x1b[0m"
-# Separators of lines, and marks that turn the direction of what follows them.
-LINE_CONTROLS = "\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+# But for tabs and line ends; also separators of lines, and marks that turn the direction of text.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 _silent = False
 
@@ -142,17 +142,12 @@ def discard_stdout() -> None:
 
 def escape_control_characters(text: str) -> str:
     """Escape control characters, so that a terminal does not obey them."""
-    return "".join(_escape(character) for character in text.replace("\r", ""))
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r", ""))
 
 
 def escape_line(text: str) -> str:
     """Escape a text that must stay on one line, such as the name of a file."""
     return escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def _escape(character: str) -> str:
-    is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
-    return ascii(character)[1:-1] if is_control or character in LINE_CONTROLS else character
 
 
 def format_bytes(size: float) -> str:

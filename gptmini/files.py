@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -41,15 +42,14 @@ DEFAULT_CACHE_DIR = Path(_CACHES, "gptmini")
 
 def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a file for reading; OSError for a device, or a FIFO, which would block a plain open."""
-    file = open(path, "rb", buffering, opener=_open_without_blocking)  # noqa: SIM115 - returned open
+    flag = getattr(os, "O_NONBLOCK", 0)  # Windows has neither it nor FIFOs
+    file = open(  # noqa: SIM115 - returned open
+        path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | flag)
+    )
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-def _open_without_blocking(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has neither it nor FIFOs
 
 
 def read_regular(path: Path) -> bytes:
@@ -115,13 +115,13 @@ def atomic_output(out: Path) -> Iterator[Path]:
     """
     if not out.name:  # `.` and `/`, beside which no folder can be made
         raise ConfigError(f"--out {out}: already exists; choose another name")
-    if not _is_utf8(out):
+    if re.search("[\ud800-\udfff]", str(out)):  # as Python keeps bytes that are not UTF-8
         raise ConfigError(f"--out {str(out)!a}: not UTF-8; choose another name")
     folder = out.with_name(f".partial-{out.name}")
     partial = folder / out.name
     with _report_failed_output(out, partial):
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock_folder(folder) as locked:
+        with _hold_lock_file(folder / f".{out.name}") as locked:
             if not locked:
                 raise MachineError(
                     f"--out {out}: another process is writing it; choose another name"
@@ -129,21 +129,14 @@ def atomic_output(out: Path) -> Iterator[Path]:
             try:
                 if out.exists() or out.is_symlink():
                     raise ConfigError(f"--out {out}: already exists; choose another name")
-                _remove_output(partial)  # left by a process that was killed
+                # A process that was killed may have left something.
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.unlink(missing_ok=True)
                 yield partial
                 rename(partial, out)
             finally:
                 # It may be gone: a writer that had just ended removed it before we got its lock.
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_utf8(path: Path) -> bool:
-    """Tell whether a path is UTF-8; Python keeps bytes that are not as lone surrogates."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @contextmanager
@@ -167,39 +160,18 @@ def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _lock_folder(folder: Path) -> Iterator[bool]:
-    """Lock a folder as `try_lock` does a file, until the block ends."""
-    if IS_WINDOWS:  # cannot open directories
-        with _lock_file_in(folder) as locked:
-            yield locked
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield try_lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _lock_file_in(folder: Path) -> Iterator[bool]:
-    """Lock a file in a folder; at the end delete it, and the folder if nothing else is left."""
-    path = folder / f"{folder.name}.lock"  # no output in the folder has this name
+def _hold_lock_file(path: Path) -> Iterator[bool]:
+    """Create a file and lock it as `try_lock` does, until the block ends."""
     locked = False
     try:
         with path.open("ab") as file:
             locked = try_lock(file.fileno())
             yield locked
     finally:
-        if locked:
+        if locked and IS_WINDOWS:  # where the block could not delete it, as it was open
             with suppress(OSError):  # another process has opened it
                 path.unlink()
-                folder.rmdir()
-
-
-def _remove_output(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
+                path.parent.rmdir()
 
 
 def remove_tree(path: Path) -> None:

@@ -37,7 +37,7 @@ from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.config.aliases import PRETRAINED_REMEDY
-from gptmini.errors import ConfigError, GptminiError, Stopped, is_missing_wing
+from gptmini.errors import ConfigError, GptminiError, Stopped, describe_os_error, is_missing_wing
 from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
@@ -192,7 +192,7 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
         place = f" at position {error.start}" if hasattr(error, "start") else ""
         return [f"the text given is not valid UTF-8{place}; convert it to UTF-8"], 3
     if isinstance(error, OSError):
-        reason = (error.strerror or str(error)).lower()
+        reason = describe_os_error(error)
         return [f"{error.filename or 'output'}: {reason}; fix this or use another path"], 5
     return _explain_failed_computation(error)
 
