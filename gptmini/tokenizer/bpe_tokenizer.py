@@ -106,8 +106,6 @@ def create_bpe_tokenizer(
     for special in (END_OF_TEXT, *ends):
         if special not in special_tokens:
             raise ValueError(f"{special!r} is not a special token")
-    if not isinstance(chat_template, str | None):
-        raise ValueError("chat_template is not a text")
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )

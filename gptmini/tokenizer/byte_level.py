@@ -5,6 +5,7 @@ files list merges; ours give a rank to each token, whose last merge is the one t
 lead to.
 """
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,32 +20,24 @@ class KnownPattern(NamedTuple):
     llama_cpp: str  # empty where llama.cpp has no such pattern
 
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+"
 DIGITS_THEN_GPT2 = "each digit by itself, then GPT-2's"
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SMOLLM_PATTERN = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s"
-LLAMA3_PATTERN = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}++|\p{{N}}{{1,3}}+"
-    rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*+{_SPACES}"
-)
+LLAMA3_PATTERN = bpe.WORD_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}+|")  # up to three digits
 ANY_CHARACTER_PATTERN = r"[\s\S]"  # no merges beyond a character
 
+
+def _make_greedy(pattern: str) -> str:
+    """Replace the possessive quantifiers of a pattern by greedy ones."""
+    return re.sub(r"([?+*]|\{1,3\})\+", r"\1", pattern)
+
+
 KNOWN_PATTERNS = {
-    bpe.WORD_PATTERN: KnownPattern(
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
-        "qwen2",
-    ),
-    LLAMA3_PATTERN: KnownPattern(
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
-        "llama-bpe",
-    ),
+    bpe.WORD_PATTERN: KnownPattern(_make_greedy(bpe.WORD_PATTERN), "qwen2"),
+    LLAMA3_PATTERN: KnownPattern(_make_greedy(LLAMA3_PATTERN), "llama-bpe"),
     GPT2_PATTERN: KnownPattern(
-        rf"{_GPT2_WORDS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+", "gpt-2"
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", "gpt-2"
     ),
     SMOLLM_PATTERN: KnownPattern(DIGITS_THEN_GPT2, "smollm"),
     ANY_CHARACTER_PATTERN: KnownPattern(ANY_CHARACTER_PATTERN, ""),

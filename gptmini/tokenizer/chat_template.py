@@ -126,7 +126,7 @@ def create_environment() -> ImmutableSandboxedEnvironment:
     environment.code_generator_class = _MeteredCode
     environment.filters["tojson"] = dump_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = format_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -156,7 +156,3 @@ def dump_json(
 def raise_exception(message: str) -> None:
     """Refuse a conversation; templates call this."""
     raise TemplateError(message)
-
-
-def format_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

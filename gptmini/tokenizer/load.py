@@ -100,19 +100,15 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
     """
     if data["format"] != TOKENIZER_FORMAT_VERSION:
         raise ValueError(f"format {data['format']}, not {TOKENIZER_FORMAT_VERSION}")
+    template = data.get("chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError("chat_template is not a text")
     if data["kind"] == "byte":
-        return ByteTokenizer(_read_template(data))
+        return ByteTokenizer(template)
     if data["kind"] == "char":
-        return CharTokenizer(data["characters"], _read_template(data))
+        return CharTokenizer(data["characters"], template)
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     if "file" in data:
         return ForeignTokenizer.from_dict(data)
     return BpeTokenizer.from_dict(data)
-
-
-def _read_template(data: dict[str, Any]) -> str | None:
-    template = data.get("chat_template")
-    if not isinstance(template, str | None):
-        raise ValueError("chat_template is not a text")
-    return template
