@@ -42,7 +42,11 @@ from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_byte
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 WARNING_BY_SUFFIXES = {
-    (".html", ".htm", ".xhtml"): ("HTML, trained on with its tags; extract the text to avoid that"),
+    (".html", ".htm", ".xhtml"): "HTML, trained on with its tags; extract the text to avoid that",
+    (".ipynb", ".mbox", ".toml", ".yaml", ".yml"): (
+        "no plain text, trained on as it stands; extract the text to avoid that"
+    ),
+    (".tsv",): "a table, trained on with its tabs; to read its column text, end its name in .csv",
     (".json",): (
         "JSON, trained on with its braces; to avoid that, write one record in each line of a "
         ".jsonl file, for example with: jq -c '.[]'"

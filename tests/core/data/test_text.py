@@ -147,12 +147,22 @@ def test_html_is_read_with_a_warning(folder: Path, capsys):
     )
 
 
-def test_json_is_read_with_a_warning(folder: Path, capsys):
-    (folder / "e.json").write_text('{"text": "e"}')
-    assert texts(str(folder / "e.json")) == ['{"text": "e"}']
-    warning = capsys.readouterr().err
-    assert f"{folder}/e.json: JSON" in warning
-    assert ".jsonl" in warning
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("e.json", "JSON, trained on with its braces; to avoid that, write one record in each"),
+        (
+            "e.tsv",
+            "a table, trained on with its tabs; to read its column text, end its name in .csv",
+        ),
+        ("e.ipynb", "no plain text, trained on as it stands; extract the text"),
+        ("e.yaml", "no plain text, trained on as it stands; extract the text"),
+    ],
+)
+def test_what_is_no_plain_text_is_read_with_a_warning(folder: Path, capsys, name, warning):
+    (folder / name).write_text('{"text": "e"}')
+    assert texts(str(folder / name)) == ['{"text": "e"}']
+    assert f"{folder}/{name}: {warning}" in capsys.readouterr().err
 
 
 def test_carriage_returns_change_the_digest(folder: Path):
