@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from gptmini.cli.options import Cache, RunName, flag, option, resolve_run
 from gptmini.errors import ConfigError, shorten
@@ -10,7 +11,7 @@ from gptmini.files import DEFAULT_CACHE_DIR
 
 def export(
     run: RunName = None,
-    to: str = option(
+    to: Literal["hf", "gguf", "html"] = option(
         "hf",
         "FORMAT",
         "hf, a folder for transformers; gguf, for llama.cpp; html, a page in which the model runs.",
@@ -39,8 +40,6 @@ def export(
     """Write a trained model for other programs, and prove that it computes the same."""
     if push is not None:
         _check_push(push, to)
-    if to not in ("hf", "gguf", "html"):
-        raise ConfigError(f"--to {to}: unknown format; use hf, gguf or html")
     if weights is not None and to == "hf":
         raise ConfigError("--weights: applies to --to gguf and --to html; leave it out")
     if sources and to != "html":

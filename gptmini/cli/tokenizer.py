@@ -1,7 +1,6 @@
 """`gptmini tokenizer`: train, use and inspect tokenizers."""
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -68,8 +67,6 @@ def encode(
     encoder = find_tokenizer(name)
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
-    else:
-        text = decode_utf8(os.fsencode(text), "TEXT")  # an argument may hold any bytes
     encoded = encoder.encode_special(text) if special else encoder.encode(text)
     stream_to_stdout([" ".join(map(str, encoded.tolist())), "\n"])
 

@@ -18,7 +18,7 @@ from tests.support import SMALL
         (["tokenizer", "encode", "none.json", "x"], 3, "none.json: no such file"),
         (["tokenizer", "encode", "bpe", "x"], 3, "bpe: learned from a text; give a run"),
         (["tokenizer", "encode", ".", "x"], 3, "tokenizer.json: no such file"),
-        (["tokenizer", "encode", "byte", "\udcff"], 3, "TEXT: not UTF-8 at byte 0; convert"),
+        (["tokenizer", "encode", "byte", "\udcff"], 3, "not valid UTF-8 at position 0; convert"),
         (
             ["tokenizer", "decode", "byte", "1", "257"],
             3,
