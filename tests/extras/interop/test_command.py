@@ -43,8 +43,8 @@ def test_a_run_goes_out_and_comes_back(gptmini, tmp_path, monkeypatch):
     assert gptmini("generate", "runs/a b", "--prompt", "It", "--max-new-tokens", "2")[0] == 0
     assert gptmini("evaluate", "runs/a b")[0] == 3
     code, _, err = gptmini("train", "runs/a b")
-    assert code == 3
-    assert "fine-tune that with gptmini train --from RUN" in err
+    assert code == 2
+    assert "cannot be resumed; begin a new run with --from" in err
 
 
 def test_gguf_comes_with_the_lines_to_run_it(gptmini, tmp_path):
