@@ -123,7 +123,9 @@ def prepare_tokens(
     if _chooses_row_length(request):
         config = minutes.shorten_rows(config)  # a text that is too short for others will do
     own = request.tokenizer
-    corpus = encode_text(text, config, cache, tokenizer=own if config.base.run else None)
+    # A run holds what it took from a base or a file, which may be gone.
+    is_taken = config.base.run is not None or config.tokenizer.kind.endswith(".json")
+    corpus = encode_text(text, config, cache, tokenizer=own if is_taken else None)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
         raise DataError(describe_changed_text(config.data.path, request.run))

@@ -78,6 +78,16 @@ def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
         assert Path("mine/checkpoints/step-00000008").is_dir()
 
 
+def test_a_run_is_resumed_without_the_tokenizer_file_it_began_with(gptmini, text_file: Path):
+    assert gptmini("tokenizer", "train", "text.txt", "--out", "t.json")[0] == 0
+    words = ["train", "text.txt", *SMALL, "--set", "tokenizer.kind=t.json"]
+    assert gptmini(*words, "--out", "mine")[0] == 0
+    Path("t.json").unlink()
+    code, _, err = gptmini("train", "mine", "--steps", "5")
+    assert code == 0, err
+    assert Path("mine/checkpoints/step-00000005").is_dir()
+
+
 def test_a_mistyped_run_or_configuration_is_answered_with_the_nearest(gptmini):
     for name in ("mine", "gpt2-mine"):
         Path("runs", name).mkdir(parents=True)
