@@ -80,8 +80,16 @@ def list_files(kind: str, folder: Path, manifest: Manifest) -> list[str]:
 
 
 def compute_digest(kind: str, folder: Path, manifest: Manifest) -> str:
-    """Return the SHA-256 of the file; of several, that of their SHA-256s."""
-    hashes = [str(manifest[name]["sha256"]) for name in list_files(kind, folder, manifest)]
+    """Return the SHA-256 of the file; of several, that of their SHA-256s.
+
+    CheckpointError if the manifest lacks any.
+    """
+    try:
+        hashes = [str(manifest[name]["sha256"]) for name in list_files(kind, folder, manifest)]
+    except KeyError:
+        raise CheckpointError(
+            f"{folder}: damaged (manifest.json lacks a checksum of the {kind})"
+        ) from None
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()

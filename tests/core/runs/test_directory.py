@@ -396,6 +396,16 @@ def test_a_fifo_is_refused_and_not_waited_for(run: RunDirectory, name: str):
             run.load_newest()
 
 
+def test_a_manifest_without_a_checksum_is_damaged(run: RunDirectory):
+    run.save(checkpoint(1, best=1))
+    (path,) = run.path.rglob("manifest.json")
+    manifest = json.loads(path.read_text())
+    del manifest["model.safetensors"]["sha256"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="lacks a checksum of the model"):
+        run.find_best()
+
+
 def test_a_missing_run_and_a_missing_checkpoint_are_reported(tmp_path: Path, run: RunDirectory):
     with pytest.raises(CheckpointError, match="no run here"):
         RunDirectory(tmp_path / "none").load_config()
