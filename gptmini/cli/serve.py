@@ -38,7 +38,10 @@ def serve(
         from gptmini.extras.serve import server
         from gptmini.extras.serve.limits import Limits
     except ImportError as error:
-        raise make_missing_package_error("serve", str(error.name), "serve") from None
+        package = str(error.name)
+        if package.startswith("gptmini."):  # deleted from this copy, which is said as of others
+            raise
+        raise make_missing_package_error("serve", package, "serve") from None
     from gptmini.console import say, warn
     from gptmini.generate.run import load_run
 

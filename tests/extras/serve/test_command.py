@@ -24,6 +24,16 @@ def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypa
     assert re.search(r"serve: \w+ is not installed; run pip install -e '\.\[serve\]' in", err)
 
 
+def test_without_the_folder_of_the_server_no_package_is_named(gptmini, monkeypatch):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").touch()
+    monkeypatch.setitem(sys.modules, "gptmini.extras.serve.server", None)
+    monkeypatch.delattr("gptmini.extras.serve.server", raising=False)
+    code, _, err = gptmini("serve", "runs/a")
+    assert code == 5
+    assert "gptmini/extras/serve/server was deleted; restore it" in err
+
+
 PLAIN = {
     "load": ("auto", "bfloat16", "CACHE"),
     "listen": ("127.0.0.1", 8000),
