@@ -1,6 +1,7 @@
 """Keeps everything about one run in a directory, with checkpoints that are whole or absent.
 
     config.yaml        every setting
+    request.yaml       those that were asked for; imported runs have none
     tokenizer.json     all that encoding needs
     metrics.jsonl      one JSON object per line
     best.json          step and loss of the best evaluation

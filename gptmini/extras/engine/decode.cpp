@@ -44,7 +44,7 @@ struct Layer {
 
 struct Model {
   int n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, context_length;
-  // Numbered as in step.py and precision.py. embed_precision is FLOAT32 or BFLOAT16.
+  // Numbered as in step.py. embed_precision is FLOAT32 or BFLOAT16.
   int rms, activation, precision, embed_precision, n_threads;
   float norm_eps;
   const void* embed;  // (V, D)

@@ -52,7 +52,7 @@ inline int round_up(int n, int multiple = ROW_ALIGNMENT) {
 
 // Weights (rows, columns): rows are outputs, columns are inputs, padded.
 struct Matrix {
-  const void* data;    // in the layout that `pack` in precision.py makes
+  const void* data;    // in the layout that `pack` in packing.py makes
   const float* scale;  // (rows,) for int8, else null
   const float* bias;   // (rows,) or null
   int rows, columns;
@@ -380,7 +380,7 @@ void multiply_rows_by_tiles(const Matrix& w, int from, int to, int M, Inputs x, 
 }
 
 // Splits 64 inputs, pairs of int16, into words of their upper and of their lower bytes. The four
-// columns of a word are in the order in which `pack` in precision.py has those of the weights.
+// columns of a word are in the order in which `pack` in packing.py has those of the weights.
 inline void split_int16(const uint32_t* pairs, uint32_t* upper, uint32_t* lower) {
   for (int i = 0; i < TILE; i++) {
     const uint32_t first = pairs[2 * i], second = pairs[2 * i + 1];
