@@ -145,8 +145,8 @@ def _pick_dtype(device: torch.device) -> torch.dtype:
 def _pick_deterministic(setting: str, device: torch.device) -> bool:
     """Pick whether to forbid kernels whose sums vary.
 
-    `auto` does on NVIDIA's GPUs, where it costs 7 % of a step of GPT-2 (scripts/LOG.md,
-    2026-11-26). Other accelerators may lack such kernels, so there it must be asked for. Raises
+    `auto` does on NVIDIA's GPUs, where it costs 7 % of a step of GPT-2 (scripts/LOG.md: What does
+    an H100 say?). Other accelerators may lack such kernels, so there it must be asked for. Raises
     MachineError if it is too late for cuBLAS.
     """
     if device.type == "cpu" or setting == "off":
@@ -285,7 +285,8 @@ def estimate_training_bytes(
 def keep_freed_memory() -> None:
     """Make glibc reuse large blocks instead of returning them to the system at every step.
 
-    Without this, page faults make steps slower (scripts/LOG.md, 2026-11-20).
+    Without this, page faults make steps slower (scripts/LOG.md: Does returning freed memory cost
+    time?).
     """
     if sys.platform != "linux":
         return

@@ -103,7 +103,8 @@ for _group in (app, data_app, tokenizer_app):
 
 
 # How often a waiting OpenMP thread looks for work before it sleeps. By libgomp's own count, threads
-# take the cores from other programs, and from each other (scripts/LOG.md, 2026-11-21).
+# take the cores from other programs, and from each other (scripts/LOG.md: How long should idle
+# OpenMP threads look for work?).
 OPENMP_SPIN_COUNT = "10000"
 
 CLOSED_PIPE_SIGNAL = 13  # SIGPIPE, which Python ignores and Windows lacks

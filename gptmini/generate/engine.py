@@ -40,7 +40,7 @@ PASS_TOKENS = 32 * PREFILL_CHUNK
 KEYS_MULTIPLE_ON_CPU = 64
 MIN_KEYS = 256
 # Not cuDNN's attention, which plans for every new length of a prompt: 60 ms or more, where the
-# prefill takes 7 (scripts/LOG.md, 2026-11-26).
+# prefill takes 7 (scripts/LOG.md: What does an H100 say?).
 PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -1,7 +1,7 @@
 """Find the most likely tokens of a large vocabulary, and draw one, without sorting all of it.
 
-Sorting takes far longer than finding the 50 largest (scripts/LOG.md, 2026-11-22). Of equal values,
-the first comes first.
+Sorting takes far longer than finding the 50 largest (scripts/LOG.md: Which instructions carry the
+compiled engine?). Of equal values, the first comes first.
 
 Letters: V vocabulary, N weights.
 """

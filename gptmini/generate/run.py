@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from gptmini.tokenizer.chat_template import ChatTemplate, Message
 
 # A token of GPT-2's 124 million parameters takes a millisecond on an H100, and one of a small model
-# hardly less, as that is the time of 230 kernels (scripts/LOG.md, 2026-11-26). The compiled engine
-# needs five on two cores for GPT-2.
+# hardly less, as that is the time of 230 kernels (scripts/LOG.md: What does an H100 say?). The
+# compiled engine needs five on two cores for GPT-2.
 MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 # Threads that share a run share its weights, too. Opening an engine may ask for the model.

@@ -19,7 +19,9 @@ from gptmini.generate.filters import draw_token
 from gptmini.generate.sampler import append_token
 from gptmini.generate.sequence import Sequence
 
-MAX_DRAFT_TOKENS = 3  # four tokens take less than twice as long as one (scripts/LOG.md, 2026-11-21)
+# Four tokens take less than twice as long as one (scripts/LOG.md: How many tokens should be
+# drafted?)
+MAX_DRAFT_TOKENS = 3
 
 
 class Drafter(Protocol):

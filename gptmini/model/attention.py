@@ -195,7 +195,8 @@ def attend(
         causal = mask is None
         return _attend(q, k, v, mask, causal, dropout, backend)
     # Decoding has a single query. The heads that share a KV head then become the rows of one matrix
-    # product, or on a CPU of two, to use two cores (scripts/LOG.md, 2026-11-21).
+    # product, or on a CPU of two, to use two cores (scripts/LOG.md: Eager attention, or torch's
+    # fused kernel?).
     G = k.shape[1]
     products = 2 * G if q.device.type == "cpu" and H % (2 * G) == 0 else G
     packed = q.reshape(B, products, H // products, K)  # the heads take the place of T
@@ -234,7 +235,7 @@ def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
     """Resolve `auto`: `eager` where two matrix products beat torch's fused kernel, else `sdpa`.
 
     On a CPU the backward pass of the fused kernel is slow in bfloat16, for short rows and under a
-    mask, and the kernel has no dropout (scripts/LOG.md, 2026-11-21).
+    mask, and the kernel has no dropout (scripts/LOG.md: Eager attention, or torch's fused kernel?).
     """
     if q.device.type != "cpu":
         return "sdpa"

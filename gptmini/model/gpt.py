@@ -208,7 +208,8 @@ def init_weights(model: GPT) -> None:
     two layers.
 
     An embedding that is not the head may be large. A head near zero begins at the loss of guessing,
-    and its first gradients are those of the errors (scripts/LOG.md, 2026-11-23).
+    and its first gradients are those of the errors (scripts/LOG.md: What learns more from each
+    token in a quarter of an epoch?).
     """
     config = model.config
     for module in model.modules():

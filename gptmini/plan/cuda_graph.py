@@ -1,7 +1,8 @@
 """Record the passes of a micro-batch once as a CUDA graph, and repeat them on other tokens.
 
 The forward and backward pass of a compiled GPT-2 are 850 kernels, which a GPU runs in less time
-than Python takes to launch them (scripts/LOG.md, 2026-11-26). A graph launches them all at once.
+than Python takes to launch them (scripts/LOG.md: What does an H100 say?). A graph launches them all
+at once.
 """
 
 from collections.abc import Callable

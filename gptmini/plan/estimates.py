@@ -49,8 +49,9 @@ class Estimates:
     many_epochs: tuple[CandidateModel, ...]
 
 
-# Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md, 2026-11-25),
-# and a longer context gives them more to copy (scripts/LOG.md, 2026-11-27).
+# Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md: Which sizes for
+# a text that is read once or twice?), and a longer context gives them more to copy (scripts/LOG.md:
+# Should `--minutes` choose longer rows?).
 CPU_FEW_EPOCHS = (
     CandidateModel(2, 128, 512, 2048, 2.0),
     CandidateModel(2, 192, 512, 4096, 2.0),
@@ -62,7 +63,8 @@ CPU_FEW_EPOCHS = (
     CandidateModel(12, 768, 512, 16_384, 2.0),
 )
 
-# Text read often: more weights are better than more epochs (scripts/LOG.md, 2026-11-25).
+# Text read often: more weights are better than more epochs (scripts/LOG.md: Which sizes for a text
+# that is read often?).
 CPU_MANY_EPOCHS = (
     CandidateModel(2, 128, 256, 2048, 0.7),
     CandidateModel(2, 192, 256, 4096, 1.0),
@@ -103,7 +105,7 @@ ACCELERATOR = Estimates(
     max_tokens_per_pass=None,
     probe_rows=16,
     probe_length=1024,
-    compile_speedup=1.35,  # scripts/LOG.md, 2026-11-26
+    compile_speedup=1.35,  # scripts/LOG.md: What does an H100 say?
     compile_seconds=20,
     min_seconds_to_compile=80,  # compiling takes a quarter of that
     startup_seconds=10,

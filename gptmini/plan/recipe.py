@@ -15,7 +15,8 @@ from gptmini.plan.cost import count_parameters_by_part
 
 Settings = dict[str, dict[str, Any]]
 
-# An untied head and fast rates learn most, but memorize first (scripts/LOG.md, 2026-11-25).
+# An untied head and fast rates learn most, but memorize first (scripts/LOG.md: At which risk does
+# the slow recipe win?).
 LOW_RISK: Settings = {
     "model": {"tie_embeddings": False},
     "train": {"lr": 12e-3, "weight_decay": 0.1},
@@ -25,19 +26,23 @@ MIN_HIGH_RISK = 3.0
 # The learning rate of untied embeddings, as a multiple of train.lr.
 EMBED_LR_SCALE = 4.0
 
-# Dropout helps where a model memorizes, and does harm elsewhere (scripts/LOG.md, 2026-11-25).
+# Dropout helps where a model memorizes, and does harm elsewhere (scripts/LOG.md: How much dropout,
+# and from which risk on?).
 DROPOUT = 0.1
 MIN_RISK_TO_DROP = 10.0
 MIN_EPOCHS_TO_DROP = 6.0
 STRONG_DROPOUT = 0.2
 MIN_RISK_TO_DROP_MORE = 40.0
 
-# Below, settings for a low risk were never clearly behind (scripts/LOG.md, 2026-11-25).
+# Below, settings for a low risk were never clearly behind (scripts/LOG.md: Should the risk or the
+# epochs choose the recipe?).
 MIN_EPOCHS_TO_OVERFIT = 3.0
 
-# From here on, more training makes a model of a short text worse (scripts/LOG.md, 2026-11-25).
+# From here on, more training makes a model of a short text worse (scripts/LOG.md: When does more
+# training make a model of a short text worse?).
 MAX_USEFUL_RISK = 55.0
-# Less is too few updates, whatever the risk; the best is kept (scripts/LOG.md, 2026-11-25).
+# Less is too few updates, whatever the risk; the best is kept (scripts/LOG.md: When does more
+# training make a model of a short text worse?).
 MIN_USEFUL_EPOCHS = 10.0
 MIN_USEFUL_TOKENS = 1e6
 

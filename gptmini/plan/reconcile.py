@@ -37,7 +37,8 @@ CHANGEABLE_SETTINGS = {
     "train.shard",
 }
 
-# The full rates do harm to text that the base knows already (scripts/LOG.md, 2026-11-21).
+# The full rates do harm to text that the base knows already (scripts/LOG.md: Which rates for
+# fine-tuning?).
 LR_SHARE_OF_BASE = 0.5
 
 # Settings of section train that are taken from the base as they are.

@@ -47,7 +47,8 @@ SAMPLES_PER_FILE = 10
 TOKENS_PER_SAMPLE = 1000
 
 # A base whose tokenizer needs this many tokens for a character has hardly read such text: on this
-# many characters a new model learns more (scripts/LOG.md, 2026-11-24).
+# many characters a new model learns more (scripts/LOG.md: Fine-tune a published model, or train a
+# new one?).
 MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
 MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
 

@@ -354,8 +354,9 @@ def compile_blocks(model: GPT) -> None:
 def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:
     """Keep g++ from removing stores that are needed, as versions 11 and 12 do with AVX512.
 
-    Gradients of keys, in bfloat16 with RoPE and heads of 64, were NaN (scripts/LOG.md, 2026-11-27).
-    torch has no option for flags of the compiler; this one is appended to that of another.
+    Gradients of keys, in bfloat16 with RoPE and heads of 64, were NaN (scripts/LOG.md: Which kernel
+    left NaN in compiled gradients, and why?). torch has no option for flags of the compiler; this
+    one is appended to that of another.
     """
     from torch._inductor.cpp_builder import is_gcc  # noqa: PLC0415 - slow
 

@@ -183,8 +183,9 @@ def check_file(path: Path, manifest: Manifest) -> None:
 def find_infinite(tensors: Tensors) -> str:
     """Return the name of the first tensor with a NaN or an infinity; empty if there is none.
 
-    Both stay in a sum, which is faster than to ask for each number (scripts/LOG.md, 2026-11-25).
-    Only weights near float32's largest number could exceed it together.
+    Both stay in a sum, which is faster than to ask for each number (scripts/LOG.md: How quickly can
+    tensors be checked for NaN?). Only weights near float32's largest number could exceed it
+    together.
     """
     for name, tensor in tensors.items():
         if not tensor.sum().isfinite():

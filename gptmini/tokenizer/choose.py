@@ -2,7 +2,8 @@
 
 import math
 
-# On average within 1 % of the best of four vocabularies (scripts/LOG.md, 2026-11-25).
+# On average within 1 % of the best of four vocabularies (scripts/LOG.md: How large should the
+# vocabulary be?).
 MIN_BPE_VOCAB_SIZE = 512
 MAX_BPE_VOCAB_SIZE = 32_768
 MIN_BPE_TEXT_BYTES = 40_000

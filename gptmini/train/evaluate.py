@@ -22,7 +22,7 @@ from gptmini.train.group import SINGLE_PROCESS, Group
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 # How many blocks of text are taken as independent, and what Student's |t| of their mean exceeds in
 # 5 % of cases. Losses of neighboring windows correlate, so a block has five at least
-# (scripts/LOG.md, 2026-11-26).
+# (scripts/LOG.md: How many blocks does the ± of an evaluation need?).
 BLOCKS = ((16, 2.131), (8, 2.365), (4, 3.182))
 WINDOWS_PER_BLOCK = 5
 

@@ -41,7 +41,8 @@ MAX_POSITIONS = 512
 # How many tokens of the vocabulary are compared, if it has as many. Each is a row of the head, and
 # all rows are computed alike.
 MAX_TOKENS = 1024
-# A share of the largest logit: ten times what rounding makes of it (scripts/LOG.md, 2026-11-22).
+# A share of the largest logit: ten times what rounding makes of it (scripts/LOG.md: Which
+# instructions carry the compiled engine?).
 TOLERANCE = 2e-4
 # Here both sides round. Inputs that sums in another order round the other way made up to 3e-3.
 NARROW_TOLERANCE = 5e-3

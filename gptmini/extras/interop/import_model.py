@@ -15,7 +15,8 @@ from gptmini.runs.tensors import NamedTensors
 from gptmini.runs.write import write_run
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# Fine-tuning halves this learning rate, so its peak is 2e-4 (scripts/LOG.md, 2026-11-24).
+# Fine-tuning halves this learning rate, so its peak is 2e-4 (scripts/LOG.md: Fine-tune a published
+# model, or train a new one?).
 FINETUNE_SETTINGS: dict[str, Any] = {
     "optimizer": "adamw",
     "lr": 4e-4,

@@ -27,7 +27,7 @@ from gptmini.extras.page.export import (
 from gptmini.generate.run import Run
 
 # They take 1.3 GB of a tab, which is about all that a phone lets it have, and a second or two for
-# each token (scripts/LOG.md, 2026-11-26).
+# each token (scripts/LOG.md: How large a model can a browser look into?).
 MAX_BROWSER_WEIGHTS = 250_000_000
 
 

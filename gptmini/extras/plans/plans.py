@@ -31,7 +31,7 @@ class Accelerator(NamedTuple):
 # Links are NVLink, Infinity Fabric, or PCIe 4 where there is neither. Networks are those of servers
 # with eight: DGX, AWS g6 and g6e, AMD's platform; 100 Gbit/s shared by eight for the rtx4090.
 # Utilization is near the median of published runs for a100 and h100, and that of the h100 for the
-# others (scripts/LOG.md, 2026-11-22).
+# others (scripts/LOG.md: How far are plans from published runs?).
 ACCELERATORS = (
     Accelerator("l4", 121, 24, 32, 12.5),
     Accelerator("l40s", 362, 48, 32, 50),

@@ -14,7 +14,8 @@ from gptmini.errors import DataError
 from gptmini.extras.sources.index import PADDING, TextIndex
 from gptmini.extras.sources.suffixes import Bytes
 
-SHORTEST_COPY = 20  # characters; few as long are chance (scripts/LOG.md, 2026-11-27)
+# Characters; few as long are chance (scripts/LOG.md: How does one find copies of a training text?)
+SHORTEST_COPY = 20
 # Bytes to which all matches are measured; the few longer ones are then followed to their end.
 # Without a limit a long text of one character would take the square of its length.
 MEASURED_BYTES = 1024

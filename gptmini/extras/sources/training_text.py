@@ -28,7 +28,7 @@ from gptmini.tokenizer.chunks import TextChunk
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Sorting takes 25 bytes of memory for each of the text, and half a second a million of them
-# (scripts/LOG.md, 2026-11-27).
+# (scripts/LOG.md: How does one find copies of a training text?).
 MAX_TEXT_BYTES = 300_000_000
 SLOW_TEXT_BYTES = 20_000_000
 
