@@ -59,7 +59,7 @@ def main() -> None:
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     print(corpus.format_summary(config.tokenizer.kind).strip())
 
-    # 3. The model. Its weights are random, but for a head that continues repetitions.
+    # 3. The model. Its weights are random, but for a head that finds repetitions.
     torch.manual_seed(options.seed)
     model = GPT(config.model)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters")

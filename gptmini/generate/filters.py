@@ -90,6 +90,7 @@ def filter_probabilities(
     weights: TokenWeights = np.exp(scaled - highest)  # the most likely token weighs 1
     total = weights.sum()
     if tokens is None and sample.top_p is not None and sample.top_p < 1:
+        # Sorts what top-k has not; `keep_top_p` below then cuts.
         tokens = find_top_p(values, weights, sample.top_p * total)
         weights = weights[tokens]
     for name, each in FILTERS.items():

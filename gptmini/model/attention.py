@@ -65,7 +65,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Compute causal self-attention over x (B, T, D) -> (B, T, D).
 
-        With a cache, x continues the positions already in it.
+        `cos_sin` are those of `Rotary`, (T, K/2) each. With a cache, x continues the positions
+        already in it.
         """
         q, k, v = self.project_qkv(x, cos_sin)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
         mixed = self.mix(q, k, v, cache)  # (B, H, T, K)
@@ -122,9 +123,9 @@ class Attention(nn.Module):
     def mask(self, queries: Tensor, keys: Tensor, made: Masks) -> Tensor | None:
         """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
 
-        Positions are (B, T) and (B, S) where each row has its own. `made` may hold masks that
-        earlier layers of the same pass have made. This is the place for a bias on the scores, such
-        as ALiBi's.
+        Positions are (B, T) and (B, S) where each row has its own: there the layers of a pass share
+        masks, by window, in `made`. A rule on positions goes into `make_mask`, and into the
+        question below of whether a mask is needed; a bias on the scores goes where ALiBi's is.
         """
         if keys.ndim == 2:
             if self.window not in made:

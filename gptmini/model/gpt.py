@@ -1,6 +1,7 @@
 """The model: embeddings, a stack of blocks, a head. Tokens (B, T) -> logits (B, T, V).
 
-What the model is, unless the configuration says otherwise:
+What the model is, unless the configuration says otherwise (where it depends on the text, `plan/`
+decides):
 
 - pre-norm: a block norms what it reads and adds its result to the residual stream;
 - multi-head attention whose queries and keys are normed, then rotated by RoPE;
@@ -74,7 +75,7 @@ class GPT(nn.Module):
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
         self.gradient_checkpointing = False  # recompute each block in backward
-        # Of the loss, where head and loss are joined; `compile_blocks` compiles it.
+        # The softmax of `linear_cross_entropy`, to be replaced by a compiled one.
         self.overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.positions: nn.Embedding | None = None
@@ -102,8 +103,8 @@ class GPT(nn.Module):
         """Tokens (B, T) -> logits (B, T, V); with targets (B, T), the loss instead, a scalar.
 
         The loss is the mean cross-entropy of the targets, in nats per token and in float32. Targets
-        below 0 are ignored: they add nothing, but count as tokens. With a cache, the tokens
-        continue those already in it.
+        below 0 are ignored: they add nothing, but the mean divides by them too. With a cache, the
+        tokens continue those already in it.
         """
         if targets is not None:
             return self.compute_loss(tokens, targets)

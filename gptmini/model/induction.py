@@ -61,6 +61,7 @@ def wire_induction_head(
         slow = choose_pairs(config).flip(0).repeat(2)[:, None]  # (K, 1)
         add_to_head(second.q_proj, MATCH_SCALE * slow * read)
         add_to_head(second.k_proj, MATCH_SCALE * slow * written)
+        # It attends to what followed; what to say of it is left to training.
         add_to_head(second.v_proj, draw_directions(K, D, common))
         add_to_head(second.o_proj, PASSED_ON * embedding_std * draw_directions(K, D, common).T)
 

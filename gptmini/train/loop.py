@@ -1,11 +1,11 @@
 """The training loop: update, then log, evaluate, save.
 
 Every random number is a hash of the seed and of where it is used: step and micro-batch, text and
-epoch. So a run that was stopped and resumed makes the same weights as one that never stopped, and
-nothing random is saved.
+epoch. So a run that was stopped and resumed makes the same weights as one of as many steps that
+never stopped, and nothing random is saved.
 
-Several processes train one model in step: `group` is where they meet. On a single process each of
-its verbs does nothing or returns what it was given, so skip them at first.
+Several processes train one model in step: `group` is where they meet. In a single process each of
+its verbs returns its value, calls its function or does nothing.
 """
 
 import math

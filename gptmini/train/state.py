@@ -57,7 +57,8 @@ class Training:
     the step, and `batches` reads their rows.
     """
 
-    # The run, and what was planned for it; `config` is the plan's until the minutes change it.
+    # The run, and what was planned for it: `plan.request` is what was asked for, and the settings
+    # of a run that exists; `config` is the plan's until the minutes change it.
     plan: Plan
     config: Config
     run: RunDirectory

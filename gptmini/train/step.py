@@ -55,7 +55,7 @@ def train_step(training: Training) -> dict[str, Any]:
     return metrics
 
 
-def _count_rows(training: Training, targets: Tensor) -> float:
+def _count_filled_rows(training: Training, targets: Tensor) -> float:
     """Count the rows that the targets of a batch fill; `targets` (B / W, T) are this rank's.
 
     The loss of a batch is the mean over all of its targets that count, however they are spread over
@@ -76,7 +76,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     step = training.step
     loss_scale = training.progress.loss_scale
     size = settings.micro_batch_size or len(tokens)
-    n_rows = _count_rows(training, targets)
+    n_rows = _count_filled_rows(training, targets)
     losses: list[Tensor] = []  # of this rank's micro-batches
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
