@@ -392,7 +392,10 @@ def try_compile(config: Config, machine: Machine, eager: StepTime | None = None)
         limit = MAX_TIMING_SECONDS if setting == "auto" else math.inf
         exact_from = machine.estimates.min_seconds_to_compile
         eager = machine.time_step(share, limit=limit, exact_from=exact_from)
-    if not is_worth_compiling(share, eager.passes * share.train.steps, machine):
+    seconds = eager.passes * share.train.steps
+    if share.train.minutes is not None:  # their steps are a guess until some have been made
+        seconds = min(seconds, machine.get_seconds_left(share.train.minutes))
+    if not is_worth_compiling(share, seconds, machine):
         return CompileTrial(compiled=False, step_time=eager)
     say("  timing a compiled model; this can take half a minute ...")
     try:

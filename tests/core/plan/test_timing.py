@@ -217,6 +217,13 @@ def test_blocks_are_compiled_if_it_pays(requested, seconds, compiled):
     assert len(machine.timed) == len(seconds)
 
 
+def test_compiling_is_not_tried_where_it_takes_what_is_left_of_the_minutes():
+    machine = FakeMachine(step=taking(2.0), compiler=True)
+    config = tiny(train={"minutes": 1.0, "steps": 100}).with_tokenizer("byte", 257)
+    assert not timing.try_compile(config, machine).compiled
+    assert len(machine.timed) == 1
+
+
 def test_compiling_is_tried_on_the_rows_of_one_process():
     config = tiny(train={"batch_size": 12, "steps": 100})
     slow = FakeMachine(world_size=4, step=taking(2.0, 1.0), compiler=True)
