@@ -373,8 +373,12 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
         found = [match for match in found if not match.is_dir()]
     else:
         return [_describe_file(place, errors)]
-    if links:
-        warn_once(f"{path}: symbolic links to folders are skipped: {_abbreviate(sorted(links))}")
+    leads_nowhere = {each for each in found if each.is_symlink() and not each.exists()}
+    found = [each for each in found if each not in leads_nowhere]
+    for what, skipped in (("to folders", links), ("that lead nowhere", leads_nowhere)):
+        if skipped:
+            names = _abbreviate(sorted(skipped))
+            warn_once(f"{path}: symbolic links {what} are skipped: {names}")
     if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "

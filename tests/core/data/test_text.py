@@ -83,12 +83,17 @@ def test_links_to_folders_are_not_followed(folder: Path, capsys, monkeypatch):
     assert texts("**/*.txt") == texts("./**/*.txt") == ["a", "c", "d"]
 
 
-def test_a_loop_of_links_ends(folder: Path):
+def test_links_that_lead_nowhere_are_skipped_in_folders(folder: Path, capsys):
     (folder / "sub" / "loop").symlink_to(folder)
     assert texts(str(folder)) == ["a", "b", "c", "d"]
     (folder / "self").symlink_to(folder / "self")
+    (folder / "gone.txt").symlink_to(folder / "no such file")
+    capsys.readouterr()
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    line = f"{folder}: symbolic links that lead nowhere are skipped: {folder}/gone.txt and 1 more\n"
+    assert line in capsys.readouterr().err
     with pytest.raises(DataError, match="self: too many levels of symbolic links"):
-        texts(str(folder))
+        texts(f"{folder}/self")
 
 
 def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
