@@ -69,7 +69,7 @@ def make_missing_package_error(feature: str, package: str, extra: str) -> Machin
 
 
 def is_missing_wing(error: ModuleNotFoundError) -> bool:
-    """Check that what is missing was deleted from this copy, and is no package that it needs."""
+    """Return whether a part of gptmini is missing, rather than a package that it needs."""
     return f"{error.name}".startswith("gptmini.extras")
 
 

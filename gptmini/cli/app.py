@@ -37,7 +37,14 @@ from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.config.aliases import PRETRAINED_REMEDY
-from gptmini.errors import ConfigError, GptminiError, Stopped, describe_os_error, is_missing_wing
+from gptmini.errors import (
+    ConfigError,
+    GptminiError,
+    Stopped,
+    describe_os_error,
+    explain_missing_wing,
+    is_missing_wing,
+)
 from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
@@ -201,8 +208,7 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
 def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure that torch reports, or of one of our own."""
     if isinstance(error, ModuleNotFoundError) and is_missing_wing(error):
-        folder = f"{error.name}".replace(".", "/")
-        return [f"{folder} was deleted; restore it to use this command"], 5
+        return [str(explain_missing_wing("this command", error))], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
         return ["out of memory; lower train.micro_batch_size, --batch-size or the model's size"], 5
     varying = re.match(r"(\S+) does not have a deterministic implementation", str(error))

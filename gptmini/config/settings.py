@@ -330,8 +330,8 @@ class SampleConfig(Section):
     stop: StopTexts = []
     """Stop before any of these texts, which are left out; at most 16 of 1,000 characters."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """What an empty prompt begins with; null: the end-of-text token. Default: null if training read
-    that token often, else a line break or a common character."""
+    """What an empty prompt begins with; null: the end-of-text token. Default: that token if
+    training read it often, else a line break or a common character."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"

@@ -68,7 +68,7 @@ class TrainingText:
 
     @property
     def training(self) -> list[TextPart]:
-        """What is trained on."""
+        """The parts of the texts that training reads."""
         return [TextPart(divided, "training") for divided in self.divided]
 
     @cached_property

@@ -33,7 +33,7 @@ def holds_numbers(path: Path) -> bool:
 def read_numbers(
     paths: Sequence[Path], tokenizer: Tokenizer, advance: Callable[[int], object]
 ) -> Iterator[Encoded]:
-    """Read the numbers of some files in stretches; DataError for one that is no token.
+    """Yield the token numbers of files, a stretch at a time; DataError for one out of range.
 
     `advance` gets the bytes of the files as they are read.
     """

@@ -408,7 +408,7 @@ def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[
 @cache
 def _find_problem(file: File, text_key: str) -> str | None:
     """Find why a file cannot be read as text, by its beginning."""
-    with open_unchanged(file):  # one that nobody may open is no question of its kind
+    with open_unchanged(file):  # raises for a file that may not be read, whatever its kind
         pass
     try:
         next(read_documents(file, text_key, ""), None)

@@ -66,6 +66,7 @@ def append_token(text: Sequence, token: int) -> None:
     elif len(text.context) > text.context_length:
         if text.sample.overflow == "stop":
             text.finish_reason = "context"
+            return
         # Slide (`error` was refused by check_overflow), and keep half: sliding by one would
         # recompute the whole context for each token.
         kept = max(1, text.context_length // 2)

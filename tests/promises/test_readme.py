@@ -352,3 +352,13 @@ def test_the_readme_begins_with_a_picture():
     lines = (ROOT / "README.md").read_text().splitlines()
     first_picture = next(number for number, line in enumerate(lines) if line.startswith("!["))
     assert first_picture < 20
+
+
+def test_questions_that_the_code_cites_stand_in_the_log():
+    log = (ROOT / "scripts" / "LOG.md").read_text()
+    cited = []
+    for file in (ROOT / "gptmini").rglob("*.py"):
+        words = re.sub(r"\s+(# )?", " ", file.read_text())
+        cited += re.findall(r"scripts/LOG\.md: ([^?]+\?)", words)
+    assert len(cited) > 20
+    assert [question for question in cited if f"### {question}\n" not in log] == []

@@ -37,7 +37,7 @@ def simplify_tokenizer(tokenizer: ForeignTokenizer) -> dict[str, Any]:
     plain = {text: number for text, number in model["vocab"].items() if text not in special}
     try:
         ranks = {from_byte_level(text): number for text, number in plain.items()}
-    except KeyError:  # a token that is no bytes
+    except KeyError:  # a token outside the alphabet that spells bytes
         raise make_error() from None
     # In model.js the number of a token is the rank of its merge, and a word that is a token is it.
     merges = [tuple(merge) for merge in model["merges"]]

@@ -1,4 +1,4 @@
-"""What a process does otherwise where several train one model: the verbs of `Group`."""
+"""The verbs of `Group` for several processes that train one model."""
 
 import os
 import re

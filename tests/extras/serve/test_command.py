@@ -31,7 +31,7 @@ def test_without_the_folder_of_the_server_no_package_is_named(gptmini, monkeypat
     monkeypatch.delattr("gptmini.extras.serve.server", raising=False)
     code, _, err = gptmini("serve", "runs/a")
     assert code == 5
-    assert "gptmini/extras/serve/server was deleted; restore it" in err
+    assert "gptmini/extras/serve/server is not in this copy; restore it" in err
 
 
 PLAIN = {
