@@ -32,7 +32,7 @@ def train(
     from gptmini import console, files
     from gptmini.config import load
     from gptmini.data import corpus
-    from gptmini.data.text import find_text, spool_stdin
+    from gptmini.data.text import DividedText, TextPart, find_text, spool_stdin
 
     if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
@@ -48,7 +48,8 @@ def train(
     )
     with spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
         text = find_text(paths, config.data)
-        learned = corpus.learn_tokenizer("bpe", vocab_size, [text], text.has_conversations)
+        whole = TextPart(DividedText(text, 0.0, 0.0), "training")
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [whole], text.has_conversations)
     files.atomic_write_bytes(out, learned.to_json().encode())
     console.say(f"saved {out}: {learned.vocab_size:,} tokens")
 

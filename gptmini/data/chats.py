@@ -10,7 +10,7 @@ import numpy as np
 
 from gptmini.errors import UNSUPPORTED, CheckpointError, ConfigError, DataError, shorten
 from gptmini.tokenizer.chat_template import ROLES, ChatTemplate, Message
-from gptmini.tokenizer.chunks import Conversation
+from gptmini.tokenizer.chunks import Conversation, Place
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 Parts = list[tuple[str, bool]]  # stretches of a text, and whether each is an answer
@@ -25,7 +25,7 @@ TEXT_COMMAND = r"""jq -c '{text: ([.%s[] | .role + ": " + .content] | join("\n")
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def find_conversation(place: str, record: dict[str, Any], key: str) -> Conversation | None:
+def find_conversation(place: Place, record: dict[str, Any], key: str) -> Conversation | None:
     """Find the messages of a record, under `key` or `messages`; None if it has none.
 
     Those of ShareGPT, which have from and value, get role and content.

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,7 @@ from gptmini.data.text import (
     locate_splits,
     spool_stdin,
 )
-from gptmini.data.token_file import Corpus, Label, TokenFile
+from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
@@ -42,7 +42,6 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
 STALE_SECONDS = 86_400
-AnyText = Text | TextPart
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,6 @@ class TrainingText:
 
     divided: list[DividedText]
     separate: Text | None
-
-    @property
-    def whole(self) -> list[Text]:
-        """All texts."""
-        separate = [] if self.separate is None else [self.separate]
-        return [*(divided.text for divided in self.divided), *separate]
 
     @property
     def bytes(self) -> int:
@@ -74,10 +67,12 @@ class TrainingText:
     @cached_property
     def content(self) -> str:
         """SHA-256 (hex) of the texts and their splits, as of the corpus that they become."""
-        held_out: list[AnyText] = [TextPart(divided, "validation") for divided in self.divided]
-        if self.separate is not None:
-            held_out = [self.separate]
-        return _join_digests([*self.training, *held_out])
+        digests = [part.digest for part in self.training]
+        if self.separate is None:
+            digests += [TextPart(divided, "validation").digest for divided in self.divided]
+        else:
+            digests.append(self.separate.digest)
+        return _join_digests(digests)
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield what is trained on; DataError if a file has changed since it was found."""
@@ -219,8 +214,7 @@ def _prepare_texts(
     """Learn or create the tokenizer of texts, and encode them."""
     settings = config.data
     if tokenizer is None:
-        chat = _has_conversations(text.whole, cache)
-        tokenizer = _get_tokenizer(config, text.training, cache, chat)
+        tokenizer = _get_tokenizer(config, text, cache)
 
     wanted: list[Split] = ["training"]
     if text.separate is None:
@@ -229,10 +223,10 @@ def _prepare_texts(
         wanted.append("test")
     found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
     for divided in text.divided:
-        for split, file in _get_split_files(divided, wanted, tokenizer, cache).items():
+        for split, file in _get_token_files(divided, wanted, tokenizer, cache).items():
             found[split].append(file)
     if text.separate is not None:
-        found["validation"] = [_get_token_file(text.separate, tokenizer, cache)]
+        found["validation"] = [_encode_whole(text.separate, tokenizer, cache)]
     name = _name_corpus(settings)
     return Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
@@ -300,7 +294,7 @@ def _prepare_whole(
     found = find_number_files(paths)
     if found is not None:
         return _open_numbers(list(chain.from_iterable(found)), tokenizer, cache)
-    return _get_token_file(find_text(paths, settings), tokenizer, cache)
+    return _encode_whole(find_text(paths, settings), tokenizer, cache)
 
 
 def _divide_texts(settings: DataConfig, paths: list[str]) -> list[DividedText]:
@@ -334,17 +328,19 @@ def _check_length(corpus: Corpus, config: Config) -> None:
             )
 
 
-def _has_conversations(texts: list[Text], cache: Path) -> bool:
+def _has_conversations(text: TrainingText, cache: Path) -> bool:
     """Tell whether texts have conversations, which only records can be."""
-    records = [text for text in texts if {file.kind for file in text.files} & {*formats.CHAT_KINDS}]
+    texts = [divided.text for divided in text.divided]
+    texts += [] if text.separate is None else [text.separate]
+    records = [each for each in texts if {file.kind for file in each.files} & {*formats.CHAT_KINDS}]
     if not records:
         return False
-    path = cache / f"{_join_digests(records)[:20]}-chat.json"
-    return bool(_remember(path, lambda: any(text.has_conversations for text in records)))
+    path = cache / f"{_join_digests([each.digest for each in records])[:20]}-chat.json"
+    return bool(_remember(path, lambda: any(each.has_conversations for each in records)))
 
 
-def _join_digests(texts: Sequence[AnyText]) -> str:
-    return hashlib.sha256("".join(text.digest for text in texts).encode()).hexdigest()
+def _join_digests(digests: list[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _remember(path: Path, measure: Callable[[], int]) -> int:
@@ -356,16 +352,16 @@ def _remember(path: Path, measure: Callable[[], int]) -> int:
     return number
 
 
-def _get_tokenizer(
-    config: Config, training: Sequence[AnyText], cache: Path, chat: bool
-) -> Tokenizer:
+def _get_tokenizer(config: Config, text: TrainingText, cache: Path) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
-    digest = _join_digests(training)[:20]
+    training = text.training
+    chat = _has_conversations(text, cache)
+    digest = _join_digests([part.digest for part in training])[:20]
     if kind in ("auto", "bpe") and vocab_size is None:
         path = cache / f"{digest}-size.json"
-        text_bytes = _remember(path, lambda: sum(text.text_bytes for text in training))
+        text_bytes = _remember(path, lambda: sum(part.text_bytes for part in training))
         train = config.train
         training_tokens = None
         if train.minutes is not None and "steps" in train.model_fields_set:
@@ -384,7 +380,7 @@ def _get_tokenizer(
 
 
 def learn_tokenizer(
-    kind: str, vocab_size: int | None, training: Sequence[AnyText], chat: bool = False
+    kind: str, vocab_size: int | None, training: list[TextPart], chat: bool
 ) -> Tokenizer:
     """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones.
 
@@ -432,47 +428,32 @@ def _report_progress(texts: Iterator[str], advance: Callable[[int], object]) -> 
         advance(len(text.encode()))
 
 
-def _get_token_file(text: Text, tokenizer: Tokenizer, cache: Path) -> TokenFile:
-    """Open the token file of a whole text in the cache; write it if it is missing or damaged."""
-
-    def iter_chunks(_: object) -> Iterator[tuple[str, TextChunk]]:
-        return (("", chunk) for chunk in text.iter_chunks())
-
-    path = _name_token_file(text.digest, tokenizer, cache)
-    return _get_token_files({"": path}, iter_chunks, text.bytes, tokenizer)[""]
-
-
-def _get_split_files(
-    divided: DividedText, splits: list[Split], tokenizer: Tokenizer, cache: Path
-) -> dict[Split, TokenFile]:
-    """Open the token files of some splits in the cache; write those missing or damaged."""
-    digests = {split: TextPart(divided, split).digest for split in splits}
-    paths = {split: _name_token_file(digests[split], tokenizer, cache) for split in splits}
-    return _get_token_files(paths, divided.iter_chunks, divided.text.bytes, tokenizer)
+def _encode_whole(text: Text, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+    """Open the token file of a whole text."""
+    return _get_token_files(DividedText(text, 0.0, 0.0), ["training"], tokenizer, cache)["training"]
 
 
 def _get_token_files(
-    paths: Mapping[Label, Path],
-    iter_chunks: Callable[[Collection[Label]], Iterator[tuple[Label, TextChunk]]],
-    size: int,
-    tokenizer: Tokenizer,
-) -> dict[Label, TokenFile]:
-    """Open token files; write those that are missing or damaged.
+    divided: DividedText, splits: list[Split], tokenizer: Tokenizer, cache: Path
+) -> dict[Split, TokenFile]:
+    """Open the token files of some splits in the cache; write those missing or damaged.
 
-    However many that are, the text, of `size` bytes, is encoded in one pass.
+    However many that are, the text is encoded in one pass.
     """
-    opened: dict[Label, TokenFile] = {}
-    missing: dict[Label, Path] = {}
-    for label, path in paths.items():
+    opened: dict[Split, TokenFile] = {}
+    missing: dict[Split, Path] = {}
+    for split in splits:
+        path = _name_token_file(TextPart(divided, split).digest, tokenizer, cache)
         try:
-            opened[label] = TokenFile(path, tokenizer)
+            opened[split] = TokenFile(path, tokenizer)
         except DataError:
-            missing[label] = path
+            missing[split] = path
     if missing:
-        with show_byte_progress("preparing the tokens", size) as advance:
-            encoded = token_file.encode_chunks(iter_chunks(missing), tokenizer, advance)
+        with show_byte_progress("preparing the tokens", divided.text.bytes) as advance:
+            chunks = divided.iter_chunks(missing)
+            encoded = token_file.encode_chunks(chunks, tokenizer, advance)
             token_file.write_token_files(missing, encoded, tokenizer)
-        opened |= {label: TokenFile(path, tokenizer) for label, path in missing.items()}
+        opened |= {split: TokenFile(path, tokenizer) for split, path in missing.items()}
     return opened
 
 

@@ -45,11 +45,8 @@ SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
 TAR_OFFSET = 257  # at which a tar archive says that it is one
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
-    codecs.BOM_UTF32_LE: ("UTF-32", "convert it to UTF-8"),  # begins as UTF-16 does
-    codecs.BOM_UTF32_BE: ("UTF-32", "convert it to UTF-8"),
-    codecs.BOM_UTF16_LE: ("UTF-16", "convert it to UTF-8"),
+    codecs.BOM_UTF16_LE: ("UTF-16 or UTF-32", "convert it to UTF-8"),
     codecs.BOM_UTF16_BE: ("UTF-16", "convert it to UTF-8"),
-    b"gptmini\n": ("tokens of an earlier version", "name the text that they were made from"),
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
     b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", "save it as plain text"),
@@ -62,13 +59,13 @@ SIGNATURES = {
     b"Rar!": ("a RAR archive", "unpack it"),
     b"ARROW1": ("an Arrow file", "write it as Parquet"),
 }
-CSV_DELIMITERS = (",", ";", "\t")
+CSV_DELIMITERS = ",;\t|"
 PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
 PARQUET_BATCH_ROWS = 1000
 
 warn_once = cache(warn)  # a text is read several times
 Document = str | Conversation
-Record = tuple[str, int, dict[str, Any]]  # its name in messages, its line or row, its fields
+Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
 
 
 @dataclass(frozen=True)
@@ -94,10 +91,7 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
             yield from _split_documents(blocks, separator, Place(str(file.path), 1))
         else:
             records = READER_BY_KIND[file.kind](file, stream, text_key)
-            for name, number, document in _find_documents(file, records, text_key):
-                place = Place(str(file.path), number, is_record=True)
-                if file.kind == "topics":
-                    place = Place(f"{PYTHON_DOCS}, {name}", 1)
+            for place, document in _find_documents(file, records, text_key):
                 if isinstance(document, Conversation):
                     contents = [message["content"] for message in document.messages]
                     yield TextChunk("\n".join(contents), True, document, place)
@@ -218,10 +212,13 @@ def _split_chunks(text: str, starts_document: bool, place: Place) -> Iterator[Te
 
 
 def _decode_lines(file: File, stream: BinaryIO) -> Iterator[str]:
-    """Decode a stream line by line, without a byte order mark; line ends stay."""
+    """Decode a stream line by line, without byte order marks; line ends stay.
+
+    A file that was appended to another has its mark in the middle.
+    """
     for number, line in enumerate(stream, 1):
         try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8", file.errors)
+            yield line.decode("utf-8-sig", file.errors)
         except UnicodeDecodeError as error:
             place = f"{file.path}:{number}"
             position = f"at byte {error.start}"
@@ -230,17 +227,17 @@ def _decode_lines(file: File, stream: BinaryIO) -> Iterator[str]:
 
 def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     for number, line in enumerate(_decode_lines(file, stream), 1):
-        place = f"{file.path}:{number}"
+        place = Place(str(file.path), number, is_record=True)
         if not line.strip():
             continue
         try:
-            record = json.loads(line.removeprefix("\ufeff"))  # of a file appended to another
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", error)
             raise DataError(f"{place}: not valid JSON ({reason}); fix or remove the line") from None
         if not isinstance(record, dict):
             raise DataError(f'{place}: not a JSON object; write it as {{"{key}": "..."}}')
-        yield place, number, record
+        yield place, record
 
 
 def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
@@ -248,13 +245,17 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     # As the module csv wants them: with their ends, which may be CR alone.
     whole_lines = _decode_lines(file, stream)
     lines = chain.from_iterable(io.StringIO(line, newline="") for line in whole_lines)
-    header = next(lines, None)
-    if header is None:
+    place = Place(str(file.path), 1, is_record=True)
+    header = next(lines, "")
+    if header.startswith("sep="):  # as Excel reads and writes; the header says it, too
+        place = place._replace(line=2)
+        header = next(lines, "")
+    if not header:
         return
-    delimiter, columns = _split_header(f"{file.path}:1", header, key)
+    delimiter, columns = _split_header(place, header, key)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    number = 2
-    place = f"{file.path}:{number}"
+    n_before = place.line + 1
+    place = place._replace(line=n_before)
     try:
         for row in rows:
             # Excel leaves out empty fields at the end of a row.
@@ -264,21 +265,21 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
                     f'in quotes, and write a quote in them as ""'
                 )
             if row:  # not an empty line
-                yield place, number, dict(zip(columns, row, strict=False))
-            number = rows.line_num + 2  # of the next row; one may have many lines
-            place = f"{file.path}:{number}"
+                yield place, dict(zip(columns, row, strict=False))
+            place = place._replace(line=n_before + rows.line_num)  # a row may have many lines
     except csv.Error as error:
         raise DataError(
             f'{place}: not valid CSV ({error}); close its quotes, and write a quote in a text as ""'
         ) from None
 
 
-def _split_header(place: str, header: str, key: str) -> tuple[str, list[str]]:
+def _split_header(place: Place, header: str, key: str) -> tuple[str, list[str]]:
     """Find the delimiter by which the header of a CSV file has a column; return its columns."""
-    possible = {}
+    possible: dict[str, list[str]] = {}
     for delimiter in CSV_DELIMITERS:
         with suppress(csv.Error):
-            possible[delimiter] = next(csv.reader([header], delimiter=delimiter, strict=True), [])
+            split = csv.reader([header], delimiter=delimiter, strict=True, skipinitialspace=True)
+            possible[delimiter] = [name.strip() for name in next(split)]
     for delimiter, columns in possible.items():
         if columns.count(key) > 1:
             raise DataError(f"{place}: several columns {key!r}; rename or remove the others")
@@ -292,7 +293,7 @@ def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     table = import_pyarrow(file.path).parquet.ParquetFile(stream)
     columns = table.schema_arrow.names
     if not {key, *MESSAGE_LISTS} & set(columns):
-        raise _make_missing_error(str(file.path), dict.fromkeys(columns), key)
+        raise _make_missing_error(file.path, dict.fromkeys(columns), key)
     # All that a line of JSON is searched for.
     wanted = [name for name in columns if name in (key, *MESSAGE_LISTS, *PROMPT_FIELDS)]
     number = 0
@@ -303,39 +304,37 @@ def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
         for batch in table.iter_batches(n_rows, row_groups=[group], columns=wanted):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{file.path}: row {number}", number, record
+                yield Place(str(file.path), number, is_record=True), record
 
 
 def _find_documents(
     file: File, records: Iterable[Record], key: str
-) -> Iterator[tuple[str, int, Document]]:
-    """Find the document of each record, after its name and its line or row.
-
-    A warning counts the records that have none.
+) -> Iterator[tuple[Place, Document]]:
+    """Find the document of each record; a warning counts the records that have none.
 
     The first record must have the field, or a wrong `data.text_key` would leave out everything.
     """
     n_records = 0
     n_empty = 0
-    first_empty = ""
-    for place, number, record in records:
+    first_empty: Place | None = None
+    for place, record in records:
         n_records += 1
         document = _get_document(place, record, key, file.errors)
         if document is not None:
-            yield place, number, document
+            yield place, document
             continue
         if n_records == 1 and key not in record:
             raise _make_missing_error(place, record, key, ", or remove this record")
-        n_empty += 1
         first_empty = first_empty or place
+        n_empty += 1
     if n_empty:
         warn_once(
-            f"{first_empty}: no text in field {key!r}; {n_empty:,} of {n_records:,} "
-            f"records are left out"
+            f"{first_empty}: no text in field {key!r}; {n_empty:,} of {n_records:,} records are "
+            f"left out"
         )
 
 
-def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> Document | None:
+def _get_document(place: Place, record: dict[str, Any], key: str, errors: str) -> Document | None:
     """Get the text under a key of a record, or its messages; None if it has neither.
 
     Raises DataError for anything else.
@@ -350,7 +349,9 @@ def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> 
     return _check_text(place, key, record[key], errors)
 
 
-def _make_missing_error(place: str, record: dict[str, Any], key: str, also: str = "") -> DataError:
+def _make_missing_error(
+    place: object, record: dict[str, Any], key: str, also: str = ""
+) -> DataError:
     """Make the error for a record that lacks the field of the text."""
     names = ", ".join(map(str, record)) or "none"
     remedy = f"choose one with --set data.text_key=KEY{also}"
@@ -359,7 +360,7 @@ def _make_missing_error(place: str, record: dict[str, Any], key: str, also: str 
     return DataError(f"{place}: no field {key!r} (it has: {names}); {remedy}")
 
 
-def _check_text(place: str, key: str, text: Any, errors: str) -> str:
+def _check_text(place: Place, key: str, text: Any, errors: str) -> str:
     """Return a text that can be encoded; DataError for anything else."""
     if not isinstance(text, str):
         raise DataError(f"{place}: field {key!r} is {text!r:.40}, not text; fix or remove it")
@@ -379,7 +380,7 @@ def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     """Read the language reference that help() shows, one record per topic."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, seldom needed
 
-    return ((name, 1, {key: topics[name]}) for name in sorted(topics))
+    return ((Place(f"{PYTHON_DOCS}, {name}", 1), {key: topics[name]}) for name in sorted(topics))
 
 
 Reader = Callable[[File, BinaryIO, str], Iterator[Record]]

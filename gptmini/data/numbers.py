@@ -39,7 +39,15 @@ def read_numbers(
     """
     byte_lengths = tokenizer.compute_byte_lengths()  # (V,)
     for path in paths:
-        for start, part in _read(path, tokenizer.vocab_size):
+        try:
+            dtype, offset = _find_type(path, tokenizer.vocab_size)
+            numbers = np.memmap(path, dtype, "r", offset)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path}: {describe_os_error(error)}; write numbers as nanoGPT or llm.c do"
+            ) from None
+        for start in range(0, len(numbers), NUMBERS_AT_ONCE):
+            part = numbers[start : start + NUMBERS_AT_ONCE]
             wrong = part >= tokenizer.vocab_size
             if wrong.any():
                 at = int(wrong.argmax())
@@ -51,19 +59,6 @@ def read_numbers(
             tokens = part.astype(np.uint32)
             yield int(byte_lengths[tokens].sum()), tokens
             advance(part.nbytes)
-
-
-def _read(path: Path, vocab_size: int) -> Iterator[tuple[int, "np.ndarray[Any, np.dtype[Any]]"]]:
-    """Read the numbers of a file in stretches (N,), each with its place."""
-    try:
-        dtype, offset = _find_type(path, vocab_size)
-        numbers = np.memmap(path, dtype, "r", offset)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: {describe_os_error(error)}; write numbers as nanoGPT or llm.c do"
-        ) from None
-    for start in range(0, len(numbers), NUMBERS_AT_ONCE):
-        yield start, numbers[start : start + NUMBERS_AT_ONCE]
 
 
 def _find_type(path: Path, vocab_size: int) -> tuple[np.dtype[Any], int]:

@@ -5,7 +5,6 @@ and test. Both are read block by block, so they may be larger than memory. Readi
 the same text, or an error that names the file that changed.
 """
 
-import codecs
 import glob
 import hashlib
 import json
@@ -35,23 +34,15 @@ from gptmini.data.formats import (
     read_documents,
     warn_once,
 )
-from gptmini.data.numbers import holds_numbers
 from gptmini.errors import DataError
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
-WARNING_BY_SUFFIXES = {
-    (".html", ".htm", ".xhtml"): "HTML, trained on with its tags; extract the text to avoid that",
-    (".ipynb", ".mbox", ".toml", ".yaml", ".yml"): (
-        "no plain text, trained on as it stands; extract the text to avoid that"
-    ),
-    (".tsv",): "a table, trained on with its tabs; to read its column text, end its name in .csv",
-    (".json",): (
-        "JSON, trained on with its braces; to avoid that, write one record in each line of a "
-        ".jsonl file, for example with: jq -c '.[]'"
-    ),
-}
+# Text that has more in it than its words.
+MARKUP_SUFFIXES = (
+    *(".html", ".htm", ".xhtml", ".ipynb", ".mbox", ".toml", ".yaml", ".yml", ".tsv", ".json"),
+)
 BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
@@ -69,49 +60,30 @@ class Text:
         """Size on disk, compressed where the files are."""
         return sum(file.bytes for file in self.files)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
-        return self._digest_and_size[0]
-
-    @cached_property
-    def _digest_and_size(self) -> tuple[str, int | None]:
-        """Hash the files, and measure their text where that takes no decoding, in one pass.
-
-        That is so where every byte is one of the text; else the size is None.
-        """
         options = [self.settings.text_key, _normalize_newlines(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
-        size = 0
-        is_verbatim = self.settings.separator is None
-        is_blank = True
         with show_byte_progress("hashing the text", self.bytes) as advance:
             for file in self.files:
                 has_returns = False
-                has_mark = False
-                hashed.update(
-                    json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
-                )
+                described = [file.kind, file.compression, file.errors, file.bytes]
+                hashed.update(json.dumps(described).encode())
                 with open_unchanged(file) as raw:
                     while block := raw.read(TEXT_BLOCK_SIZE):
                         hashed.update(block)
                         advance(len(block))
-                        size += len(block)
                         has_returns = has_returns or b"\r" in block
-                        has_mark = has_mark or block.startswith(codecs.BOM_UTF8)
-                        is_blank = is_blank and not block.decode(errors="ignore").strip()
                 if file.kind == "text" and (has_returns or file.compression):
                     # The same bytes gave other tokens when CR was kept.
                     hashed.update(b"line feeds")
-                is_plain = file.kind == "text" and file.errors == "strict" and not file.compression
-                is_verbatim = is_verbatim and is_plain and not (has_returns or has_mark)
-        return hashed.hexdigest(), size if is_verbatim and not is_blank else None
+        return hashed.hexdigest()
 
     @property
     def text_bytes(self) -> int:
         """Size of the text in UTF-8; DataError if it is all white space."""
-        _, size = self._digest_and_size
-        return self._size_and_kind[0] if size is None else size
+        return self._size_and_kind[0]
 
     @property
     def has_conversations(self) -> bool:
@@ -163,6 +135,8 @@ class DividedText:
 
         DataError at its end if one of them has only white space.
         """
+        if not self.validation and not self.test:
+            return (("training", chunk) for chunk in self.text.iter_chunks())
         if self.text.settings.split == "tail":
             return self._iter_stretches(splits)
         return self._iter_documents(splits)
@@ -285,16 +259,11 @@ def spool_stdin(paths: list[str], folder: Path) -> Iterator[list[str]]:
     if "-" not in paths:
         yield paths
         return
-    # Named before it exists and deleted twice, so that nothing stays wherever a signal comes, even
-    # in the first `finally`. A signal inside tempfile.mkdtemp would leave a folder nobody knows of.
     file = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        try:
-            with open(file, "xb", opener=_open_private) as copy:
-                shutil.copyfileobj(sys.stdin.buffer, copy, TEXT_BLOCK_SIZE)
-            yield [str(file) if path == "-" else path for path in paths]
-        finally:
-            file.unlink(missing_ok=True)
+        with open(file, "xb", opener=_open_private) as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy, TEXT_BLOCK_SIZE)
+        yield [str(file) if path == "-" else path for path in paths]
     except DataError as error:
         lines = (line.replace(str(file), "standard input") for line in error.lines)
         raise DataError(*lines) from None
@@ -323,15 +292,15 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
     problems = [_find_problem(file, settings.text_key) for file in files]
     if any(problems):
         raise DataError(*filter(None, problems))
-    for suffixes, warning in WARNING_BY_SUFFIXES.items():
-        if found := [file.path for file in files if _has_suffix(file, suffixes)]:
-            warn_once(f"{_abbreviate(found)}: {warning}")
+    if found := [file.path for file in files if _has_markup(file)]:
+        warn_once(
+            f"{_abbreviate(found)}: trained on with its markup; to avoid that, extract the text"
+        )
     return Text(", ".join(paths), tuple(files), settings)
 
 
-def _has_suffix(file: File, suffixes: tuple[str, ...]) -> bool:
-    name = file.path.name.lower().removesuffix(file.compression)
-    return name.endswith(suffixes)
+def _has_markup(file: File) -> bool:
+    return file.path.name.lower().removesuffix(file.compression).endswith(MARKUP_SUFFIXES)
 
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:
@@ -373,12 +342,11 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
         found = [match for match in found if not match.is_dir()]
     else:
         return [_describe_file(place, errors)]
-    leads_nowhere = {each for each in found if each.is_symlink() and not each.exists()}
-    found = [each for each in found if each not in leads_nowhere]
-    for what, skipped in (("to folders", links), ("that lead nowhere", leads_nowhere)):
-        if skipped:
-            names = _abbreviate(sorted(skipped))
-            warn_once(f"{path}: symbolic links {what} are skipped: {names}")
+    links |= {each for each in found if each.is_symlink() and not each.exists()}
+    found = [each for each in found if each not in links]
+    if links:
+        names = _abbreviate(sorted(links))
+        warn_once(f"{path}: symbolic links to folders or to nothing are skipped: {names}")
     if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
@@ -399,9 +367,6 @@ def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[
         raise DataError(f"{path}: no text found, only such as {[*records, *others][0]}")
     for skipped in filter(None, (records, others)):
         warn_once(f"{path}: {len(skipped)} of {len(files)} files skipped, such as {skipped[0]}")
-    numbers = [file.path for file in files if problems[file] and holds_numbers(file.path)]
-    if numbers:
-        warn_once(f"{numbers[0]}: token numbers are read where the file is named, not its folder")
     return readable
 
 

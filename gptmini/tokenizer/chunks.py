@@ -7,14 +7,6 @@ from typing import Any, NamedTuple
 TEXT_BLOCK_SIZE = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 
 
-class Conversation(NamedTuple):
-    """The messages of a chat; `place` is the file and line that they are from."""
-
-    place: str
-    messages: list[dict[str, Any]]  # {"role": ..., "content": ...}
-    field: str  # of the line
-
-
 class Place(NamedTuple):
     """Where a text begins: in a line of a plain text, or in a line or row that is a record."""
 
@@ -25,6 +17,18 @@ class Place(NamedTuple):
     def after(self, text: str) -> "Place":
         """Return where a text ends that begins here."""
         return self if self.is_record else self._replace(line=self.line + text.count("\n"))
+
+    def __str__(self) -> str:
+        """Write it as messages name it: `notes/a.md:12`."""
+        return f"{self.file}:{self.line}"
+
+
+class Conversation(NamedTuple):
+    """The messages of a chat, and the place and the field of the record that they are from."""
+
+    place: Place
+    messages: list[dict[str, Any]]  # {"role": ..., "content": ...}
+    field: str
 
 
 class TextChunk(NamedTuple):

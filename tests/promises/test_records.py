@@ -97,7 +97,7 @@ def test_a_record_without_a_text_is_refused(tmp_path: Path, record, routes):
 def test_a_record_with_no_text_among_others_is_counted(tmp_path: Path, capsys):
     """A null, or a field left out where it would be null, is no text, as an empty one is."""
     records = [GOOD, {"id": 1}, {"text": None, "id": 2}, {"text": "", "id": 3}, GOOD]
-    for route, place in ((read_json_lines, "a.jsonl:2"), (read_parquet, "a.parquet: row 2")):
+    for route, place in ((read_json_lines, "a.jsonl:2"), (read_parquet, "a.parquet:2")):
         assert route(tmp_path, records) == ["a good one"] * 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"warning: {tmp_path}/{place}: ")

@@ -18,7 +18,7 @@ from gptmini.data.text import DividedText, find_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.chunks import Conversation
+from gptmini.tokenizer.chunks import Conversation, Place
 from gptmini.tokenizer.load import create_tokenizer, parse_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.samples import CHAT_TOKENIZER, TOKENIZER
@@ -48,7 +48,8 @@ def with_template(template: str) -> Tokenizer:
 
 
 def encode(*messages: dict[str, Any], tokenizer: Tokenizer = CHAT_TOKENIZER) -> np.ndarray:
-    return ChatEncoder(tokenizer).encode(Conversation("a.jsonl:1", list(messages), "messages"))
+    place = Place("a.jsonl", 1, is_record=True)
+    return ChatEncoder(tokenizer).encode(Conversation(place, list(messages), "messages"))
 
 
 def spell(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
@@ -67,7 +68,8 @@ def test_messages_are_read_from_any_field_beside_others(tmp_path):
     record = {"id": 3, "messages": [ASK, {**ANSWER, "tool_calls": None, "name": None}]}
     path = write(tmp_path / "a.jsonl", record, {"text": "plain"}, {"text": "b", "messages": 1})
     first, *texts = read(path)
-    assert first.conversation == Conversation(f"{path}:1", [ASK, ANSWER], "messages")
+    assert first.conversation == Conversation(first.place, [ASK, ANSWER], "messages")
+    assert str(first.place) == f"{path}:1"
     assert first.text == "What is it?\nA cat."
     assert [chunk.text for chunk in texts] == ["plain", "b"]
     path = write(tmp_path / "b.jsonl", {"talk": [ASK, ANSWER]})
@@ -82,7 +84,7 @@ def test_messages_are_read_from_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"messages": rows, "source": ["x", "y"]}), path)
     assert [chunk.conversation.messages for chunk in read(path)] == rows
     parquet.write_table(pyarrow.table({"messages": rows, "tools": [["a"], []]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: row 1: tools: not supported"):
+    with pytest.raises(DataError, match=r"a\.parquet:1: tools: not supported"):
         read(path)
 
 

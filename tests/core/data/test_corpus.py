@@ -51,6 +51,10 @@ def test_the_tail_is_held_out(tmp_path: Path):
     )
 
 
+def whole(path: Path) -> TextPart:
+    return TextPart(DividedText(find_text([str(path)], DataConfig()), 0.0, 0.0), "training")
+
+
 @pytest.mark.parametrize("kind", ["char", "bpe"])
 def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, kind):
     path = tmp_path / "a.txt"
@@ -58,10 +62,7 @@ def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, ki
     corpus = prepared(path, tmp_path / "cache", kind, validation=0.02, test=0.05)
     known = {corpus.tokenizer.decode([token]) for token in range(corpus.tokenizer.vocab_size)}
     assert not {"東", "zy", " zyzzyva"} & known
-    assert (
-        "東"
-        in corpora.learn_tokenizer("char", None, [find_text([str(path)], DataConfig())]).characters
-    )
+    assert "東" in corpora.learn_tokenizer("char", None, [whole(path)], chat=False).characters
     if kind == "bpe":
         assert {" the", " cat"} <= known
 
@@ -87,8 +88,8 @@ def test_characters_are_learned_from_all_of_a_large_text(tmp_path: Path, monkeyp
     monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", 64)
     characters = "".join(chr(0x4E00 + number) for number in range(20))
     (tmp_path / "a.txt").write_text(" the cat sat. ".join(characters))
-    whole = find_text([str(tmp_path / "a.txt")], DataConfig())
-    assert corpora.learn_tokenizer("char", None, [whole]).characters == characters
+    found = corpora.learn_tokenizer("char", None, [whole(tmp_path / "a.txt")], chat=False)
+    assert found.characters == characters
 
 
 @settings(

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from gptmini.data import corpus
-from gptmini.data.numbers import _read
+from gptmini.data.numbers import read_numbers
 from gptmini.data.token_file import Corpus
 from gptmini.errors import ConfigError, DataError
+from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import gpt2, tiny
 
 NUMBERS = [*range(40)] * 60
@@ -48,7 +49,9 @@ def test_the_width_of_numbers_is_that_in_which_all_are_tokens(tmp_path, vocab_si
     numbers = [65_535, 7, 0, 12] * 100
     for name in ("a.bin", "a32.bin"):
         path = write(tmp_path / name, numbers)
-        stretches = list(_read(path, vocab_size))
+        tokenizer = ByteTokenizer()
+        tokenizer.vocab_size = vocab_size
+        stretches = list(read_numbers([path], tokenizer, lambda _: None))
         assert [int(number) for _, part in stretches for number in part] == numbers
 
 

@@ -1,12 +1,9 @@
-import gc
-import inspect
+import gzip
 import io
 import os
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -75,7 +72,7 @@ def test_links_to_folders_are_not_followed(folder: Path, capsys, monkeypatch):
     ]:
         assert texts(f"{folder}{path}") == expected
         assert capsys.readouterr().err == (
-            f"warning: {folder}{path}: symbolic links to folders are skipped: "
+            f"warning: {folder}{path}: symbolic links to folders or to nothing are skipped: "
             f"{folder}/sub/one and 1 more\n"
         )
     assert texts(f"{folder}/sub/one/*.md") == ["b"]  # a link that is named is followed
@@ -90,8 +87,7 @@ def test_links_that_lead_nowhere_are_skipped_in_folders(folder: Path, capsys):
     (folder / "gone.txt").symlink_to(folder / "no such file")
     capsys.readouterr()
     assert texts(str(folder)) == ["a", "b", "c", "d"]
-    line = f"{folder}: symbolic links that lead nowhere are skipped: {folder}/gone.txt and 1 more\n"
-    assert line in capsys.readouterr().err
+    assert f"are skipped: {folder}/gone.txt and 2 more\n" in capsys.readouterr().err
     with pytest.raises(DataError, match="self: too many levels of symbolic links"):
         texts(f"{folder}/self")
 
@@ -129,45 +125,21 @@ def test_what_stops_a_named_file_does_not_stop_its_folder(folder: Path, capsys):
     records, others = capsys.readouterr().err.splitlines()
     assert "events.jsonl:1: no field 'text' (it has: event); " in records
     assert "2 of 9 files skipped, such as" in records
-    assert "desktop.ini: UTF-16" in others
+    assert "desktop.ini: UTF-16 or" in others
     with pytest.raises(DataError) as error:
         find_text([str(folder / name) for name in UNREADABLE], DataConfig())
     assert len(error.value.lines) == len(UNREADABLE)
 
 
-def test_token_numbers_in_a_folder_are_skipped_with_a_hint(folder: Path, capsys):
-    (folder / "meta.pkl").write_bytes(b"\x80\4\0")
-    (folder / "train.bin").write_bytes(b"a\0")
-    assert texts(str(folder)) == ["a", "b", "c", "d"]
-    assert f"{folder}/train.bin: token numbers" in capsys.readouterr().err
-
-
-def test_html_is_read_with_a_warning(folder: Path, capsys):
-    (folder / "sub" / "e.html").write_text("<p>e</p>")
+@pytest.mark.parametrize("name", ["e.html", "e.json", "e.tsv", "e.ipynb.gz"])
+def test_markup_is_read_with_a_warning(folder: Path, capsys, name):
+    content = b'{"text": "<p>e</p>"}'
+    packed = gzip.compress(content) if name.endswith(".gz") else content
+    (folder / "sub" / name).write_bytes(packed)
     for _ in range(2):  # and one warning
-        assert texts(str(folder / "sub")) == ["c", "<p>e</p>", "d"]
-    assert capsys.readouterr().err == (
-        f"warning: {folder}/sub/e.html: HTML, trained on with its tags; extract the text to avoid "
-        f"that\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "warning"),
-    [
-        ("e.json", "JSON, trained on with its braces; to avoid that, write one record in each"),
-        (
-            "e.tsv",
-            "a table, trained on with its tabs; to read its column text, end its name in .csv",
-        ),
-        ("e.ipynb", "no plain text, trained on as it stands; extract the text"),
-        ("e.yaml", "no plain text, trained on as it stands; extract the text"),
-    ],
-)
-def test_what_is_no_plain_text_is_read_with_a_warning(folder: Path, capsys, name, warning):
-    (folder / name).write_text('{"text": "e"}')
-    assert texts(str(folder / name)) == ['{"text": "e"}']
-    assert f"{folder}/{name}: {warning}" in capsys.readouterr().err
+        assert texts(str(folder / "sub")) == ["c", content.decode(), "d"]
+    warning = "trained on with its markup; to avoid that, extract the text"
+    assert capsys.readouterr().err == f"warning: {folder}/sub/{name}: {warning}\n"
 
 
 def test_carriage_returns_change_the_digest(folder: Path):
@@ -307,54 +279,3 @@ def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):
         assert paths[0] == "a"
         assert texts(paths[1]) == ["typed in"]
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-class Stop(BaseException):
-    """A signal that ends the program, wherever it arrives."""
-
-
-def interrupted(work: Callable[[], None], at: int) -> bool:
-    """Raise Stop before the at-th line, call or return of Python code; whether that came."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        # A tracer that raises where a generator yields ends it past its `finally`. No signal does.
-        if event != "return" or not frame.f_code.co_flags & inspect.CO_GENERATOR:
-            count += 1
-            if count == at:
-                raise Stop
-        return trace
-
-    gc.disable()  # or Stop could end a generator of somebody else
-    sys.settrace(trace)
-    try:
-        work()
-    except Stop:
-        pass
-    finally:
-        sys.settrace(None)
-        gc.enable()
-    return count >= at
-
-
-@pytest.mark.filterwarnings("ignore")  # of a file that was about to be closed
-@pytest.mark.parametrize("way", ["standard input", "atomic write"])
-def test_a_signal_at_any_moment_leaves_no_temporary_file(tmp_path: Path, monkeypatch, way):
-    def from_stdin() -> None:
-        with spool_stdin(["-"], tmp_path) as (path,):
-            assert Path(path).read_text() == "typed in"
-
-    def written() -> None:
-        with files.atomic_write(tmp_path / "whole") as file:
-            file.write(b"text")
-
-    work, at, more = {"standard input": from_stdin, "atomic write": written}[way], 0, True
-    while more:
-        at += 1
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
-        more = interrupted(work, at)
-        assert [path.name for path in tmp_path.iterdir() if path.name != "whole"] == [], at
-        if (tmp_path / "whole").exists():
-            assert (tmp_path / "whole").read_bytes() == b"text"
-    assert at > 20
