@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from gptmini.cli.options import Cache, RunName, flag, option, resolve_run
+from gptmini.cli.options import Cache, RunName, option, resolve_run
 from gptmini.errors import ConfigError, shorten
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -28,10 +28,6 @@ def export(
         "The folder or file to write.",
         show_default="RUN-hf, RUN-f16.gguf or RUN.html",
     ),
-    sources: bool = flag(
-        "Put the training text into the page (html), to show there what of a text is copied.",
-        "--sources",
-    ),
     push: str | None = option(
         None, "OWNER/NAME", "Upload it to the Hugging Face Hub; a new repository is private."
     ),
@@ -42,12 +38,10 @@ def export(
         _check_push(push, to)
     if weights is not None and to == "hf":
         raise ConfigError("--weights: applies to --to gguf and --to html; leave it out")
-    if sources and to != "html":
-        raise ConfigError("--sources: applies to --to html; leave it out")
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
     if to == "html":
-        _export_page(path, out or path.with_name(f"{path.name}.html"), weights, sources, cache)
+        _export_page(path, out or path.with_name(f"{path.name}.html"), weights, cache)
         return
     kind = weights or "f16"
     if out is None:
@@ -100,7 +94,7 @@ def _check_push(name: str, to: str) -> None:
         raise ConfigError("--push: applies to --to hf and --to gguf; leave it out")
 
 
-def _export_page(path: Path, out: Path, weights: str | None, sources: bool, cache: Path) -> None:
+def _export_page(path: Path, out: Path, weights: str | None, cache: Path) -> None:
     """Write a run as one HTML file."""
     from gptmini.console import say, show_elapsed
     from gptmini.extras.page.export import PRECISIONS, export_page
@@ -110,11 +104,9 @@ def _export_page(path: Path, out: Path, weights: str | None, sources: bool, cach
         raise ConfigError(f"--weights {weights}: unknown in a page; use {' or '.join(PRECISIONS)}")
     with show_elapsed("writing the page"):
         run = load_run(path, "cpu", "float32", cache)
-        page = export_page(run, out, weights, sources=sources)
+        page = export_page(run, out, weights)
     earlier = ", ".join(map(str, page.steps))
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
-    if sources:
-        say("with the training text and the names of its files, for all who get the page to read")
     if earlier:
         say(f"with earlier checkpoints, in int8: step {earlier}")
     print(out)

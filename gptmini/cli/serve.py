@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, flag, option
+from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, option
 from gptmini.cli.pretrained import open_run
 from gptmini.errors import ConfigError, is_missing_wing, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
@@ -20,10 +20,6 @@ def serve(
     host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
     max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
-    show_sources: bool = flag(
-        "Tell clients what of a text stands verbatim in the training text, and in which files.",
-        "--sources",
-    ),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     cache: Cache = DEFAULT_CACHE_DIR,
@@ -48,9 +44,7 @@ def serve(
     key = _read_key()
     with server.listen(host, port) as listening:
         trained = load_run(path, device, weights, cache)
-        if show_sources:
-            trained.find_copies("")  # refuses now, and indexes the text before there are requests
-        limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows, sources=show_sources)
+        limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
         hosts = server.list_host_names(listening)
         app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))
         name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
@@ -70,7 +64,7 @@ def _build_page(run: "Run", needs_key: bool, limits: "Limits") -> "ServedPage | 
         if not is_missing_wing(error):
             raise
         return None
-    return build_served_page(run, needs_key, limits.max_tokens, limits.sources)
+    return build_served_page(run, needs_key, limits.max_tokens)
 
 
 def _read_key() -> str:

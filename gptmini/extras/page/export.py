@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.console import format_bytes
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.extras.page.simplify import simplify_tokenizer
 from gptmini.generate.precision import quantize
@@ -36,13 +35,11 @@ PAGE_SCRIPTS = (  # in this order
     "draw.js",
     "views.js",
     "sections.js",
-    "sources.js",
     "ask.js",
     "remote.js",
     "page.js",
 )
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
-MAX_SOURCES_BYTES = 2_000_000  # of a training text; a browser searches it in 30 ms
 MAX_CHECKPOINT_BYTES = 3_000_000  # of all earlier checkpoints together
 PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
 
@@ -63,18 +60,16 @@ class ExportedPage(NamedTuple):
 
 
 def export_page(
-    run: Run, out: Path, precision: str | None = None, prompt: str = "", sources: bool = False
+    run: Run, out: Path, precision: str | None = None, prompt: str = ""
 ) -> ExportedPage:
     """Write a run as a page, which opens on a prompt or writes a text itself.
 
-    `precision` is chosen by size if not given. With `sources` the page holds the training text, to
-    say where a text comes from. Raises ConfigError for a model or text that is too large, DataError
-    for a tokenizer that the page cannot run, and for a training text that is gone.
+    `precision` is chosen by size if not given. Raises ConfigError for a model that is too large,
+    DataError for a tokenizer that the page cannot run.
     """
-    index = run.find_copies("").index if sources else None
     precision = precision or choose_precision(run)
     checkpoints = read_checkpoints(run)
-    page = build_page(run, precision, checkpoints, prompt, index=index)
+    page = build_page(run, precision, checkpoints, prompt)
     files.atomic_write_bytes(out, page)
     return ExportedPage(len(page), precision, list(checkpoints))
 
@@ -97,13 +92,11 @@ def build_page(
     checkpoints: Mapping[int, EncodedWeights] | None = None,
     prompt: str = "",
     server: dict[str, Any] | None = None,
-    index: Any = None,
 ) -> bytes:
     """Build the page of a run; it opens on a prompt.
 
     `checkpoints` are earlier ones of the same run, by step; `server` is what page.js has to know of
-    the server that gives the page, see served.py; `index` is that of the training text, if the page
-    is to hold it.
+    the server that gives the page, see served.py.
     """
     tokenizer = describe_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
@@ -118,16 +111,6 @@ def build_page(
     data["checkpoints"] = [
         {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
     ]
-    if index is not None:
-        text = index.get_text()
-        if len(text) > MAX_SOURCES_BYTES:
-            raise ConfigError(
-                f"{run.path}: its training text has {format_bytes(len(text))}, and a page holds "
-                f"{format_bytes(MAX_SOURCES_BYTES)}; leave --sources out, or use gptmini serve "
-                f"--sources"
-            )
-        blobs["sources-text"] = base64.b64encode(text).decode()
-        data["sources"] = {"files": index.names, "pieces": index.pieces.tolist()}
     return render_page(data, blobs)
 
 
@@ -143,7 +126,6 @@ def build_data(run: Run, precision: str, tokenizer: dict[str, Any] | None) -> di
         "precision": precision,
         "tensors": list_tensors(run.tensors, precision),
         "checkpoints": [],
-        "sources": None,
     }
 
 

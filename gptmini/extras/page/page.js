@@ -1,7 +1,6 @@
 // The page: a text box, and all that the model makes of it. This file has what the reader chose,
 // what the model computes on it, and the first screen; sections.js and views.js show the rest.
 // Where a server gave it, ask.js has a chat, and remote.js is the page until the weights are there.
-// sources.js says where the text comes from, if the page or its server has the training text.
 //
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
@@ -549,7 +548,6 @@ function buildPage() {
         makePlace("tokensHeading", "h3"),
         makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
         makePlace("tokensHelp", "p.note"),
-        makeSources(),
       ),
       make(
         "section.card",
@@ -604,7 +602,6 @@ function update() {
   showKinds();
   showCause();
   showOffBar();
-  refreshSources();
   for (const [name, left] of scrolled) {
     const box = document.querySelector(`[data-scroll="${name}"]`);
     if (box) box.scrollLeft = left;

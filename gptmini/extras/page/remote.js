@@ -79,7 +79,6 @@ function buildRemotePage() {
         makePlace("tokensHeading", "h3"),
         makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
         makePlace("tokensHelp", "p.note"),
-        makeSources(),
       ),
       make("section.card", {}, makePlace("expect", "div"), makeSettings()),
     ),
@@ -246,7 +245,6 @@ function showRemote() {
   );
   showRemoteExpectation(at);
   showRemoteState();
-  refreshSources();
 }
 
 function chooseRemotely(place) {

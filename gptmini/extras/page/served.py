@@ -40,11 +40,8 @@ class ServedPage(NamedTuple):
     weights: Callable[[], Iterator[memoryview]] | None  # yields them; None: not for browsers
 
 
-def build_served_page(run: Run, needs_key: bool, max_tokens: int, sources: bool) -> ServedPage:
-    """Build the page of a run whose server draws at most `max_tokens` of a text.
-
-    With `sources`, the server answers where a text comes from.
-    """
+def build_served_page(run: Run, needs_key: bool, max_tokens: int) -> ServedPage:
+    """Build the page of a run whose server draws at most `max_tokens` of a text."""
     # Weights in int8 are multiples of a scale, and bfloat16 would round them once more.
     in_full = "int8" if run.weights == "int8" else "bfloat16"
     precision = "int8" if run.weights == "int8" else choose_precision(run)
@@ -56,7 +53,6 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int, sources: bool)
         "chat": run.tokenizer.chat_template is not None,
         "max_tokens": max_tokens,
         "is_small": is_small,
-        "sources": sources,
         "size": None,  # bytes of the weights, if they can be fetched
     }
     if is_small and not needs_key:

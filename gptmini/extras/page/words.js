@@ -106,27 +106,6 @@ const WORDS = {
     "移动滑块，看更早的模型如何看同一文本（其权重舍入到 8 位）。",
   ],
 
-  // Where the text comes from.
-  sourcesHeading: ["Where does it come from?", "它从哪里来？"],
-  sourcesFound: [
-    "{share} of this text stands in the training text; the longest copy is {count} characters ({place}).",
-    "这段文本的 {share} 原样出现在训练文本中；最长的一处有 {count} 个字符（{place}）。",
-  ],
-  sourcesNone: [
-    "No {count} characters in a row of this text stand in the training text.",
-    "这段文本中没有连续 {count} 个字符出现在训练文本中。",
-  ],
-  copyFrom: [
-    "The marked copy: {count} characters, from {place}.",
-    "标出的一处：{count} 个字符，来自 {place}。",
-  ],
-  fileDocument: ["{file}, document {document}", "{file}，第 {document} 篇"],
-  copiesHelp: [
-    "Underlined is what stands there letter for letter, {count} characters or more. Press it to see where, or use the arrow keys.",
-    "带下划线的部分逐字出现在训练文本中，至少 {count} 个字符。点按或用方向键查看出处。",
-  ],
-  sourcesCut: ["Only the last {count} characters are looked up.", "只查找最后 {count} 个字符。"],
-
   // The path.
   pathHeading: ["The whole path", "完整路径"],
   pathHelp: [

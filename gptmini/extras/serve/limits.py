@@ -11,8 +11,6 @@ class Limits:
     max_waiting: int = 256  # texts in the queue, and in one request
     max_tokens: int = 4096  # of a text
     max_values: int = 1 << 18  # tokens and log-probabilities in the response to a request
-    sources: bool = False  # whether clients may ask where in the training text a text stands
-    max_searched: int = 10_000  # characters of a text whose sources are asked for
     max_head_bytes: int = 1 << 15  # as in nginx; a header of 4 bytes takes 150 in memory
     max_body_bytes: int = 1 << 20
     max_pipelined: int = 16  # requests of one connection that wait for their turn

@@ -109,7 +109,6 @@ class Server:
             Route("/", self._send_page),
             Route("/page.json", guard(self._send_page_data)),
             Route("/weights", guard(self._send_weights)),
-            Route("/sources", guard(self._find_copies), methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
@@ -164,7 +163,6 @@ class Server:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
         self._preparing = Workers(self.limits.max_preparing)
-        self._finding = Workers(1)  # as the first may index a text for a minute
         self._scheduler.start()
         yield
         # In a thread, as it waits for the scheduler's present step.
@@ -220,21 +218,6 @@ class Server:
             raise HTTPException(404, "the page has its weights, or they are too many for a browser")
         pieces = self._page.weights()
         return self._send_pieces(pieces, self._page.size, "application/octet-stream", NO_STORE)
-
-    async def _find_copies(self, request: Request) -> Response:
-        """Find where a text comes from that the page shows."""
-        if not self.limits.sources:
-            raise HTTPException(404, "sources: not shown; start gptmini serve with --sources")
-        text = _parse_object(await self._read_in_time(request)).get("text")
-        if not isinstance(text, str):
-            raise HTTPException(400, "text: must be text")
-        if len(text) > self.limits.max_searched:
-            most = f"{self.limits.max_searched:,}"
-            raise HTTPException(413, f"text: over {most} characters; shorten it")
-        found = await self._finding.run(partial(self._run.find_copies, text))
-        # In ASCII, as the names of files may be any bytes.
-        content = json.dumps(found.to_dict())
-        return Response(content, media_type="application/json", headers=NO_STORE)
 
     def _send_pieces(
         self, content: Iterable[memoryview], size: int, media_type: str, headers: dict[str, str]

@@ -5,7 +5,7 @@ overlap, as two that stand in different files, but none lies within another.
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,6 @@ class Copies:
 
     n_characters: int
     copies: list[Copy]
-    index: TextIndex | None = field(default=None, compare=False, repr=False)  # that was searched
 
     @property
     def share(self) -> float:
@@ -123,7 +122,7 @@ def search(index: TextIndex, text: str, prompt: str = "", shortest: int = SHORTE
         if copies and copies[-1].start == begin:  # both began in the prompt
             copies.pop()
         copies.append(Copy(begin, end - len(prompt), file, line, document))
-    return Copies(len(text), copies, index)
+    return Copies(len(text), copies)
 
 
 def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, int]]:

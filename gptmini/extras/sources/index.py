@@ -47,10 +47,6 @@ class TextIndex:
     names: list[str]
     pieces: np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
-    def get_text(self) -> bytes:
-        """Return the text, with a SEPARATOR behind each document."""
-        return self.text[:-PADDING].tobytes()
-
     def locate(self, position: int) -> tuple[str, int | None, int]:
         """Return the file, the line and the document of a position, each from 1 on.
 

@@ -28,10 +28,9 @@ def test_a_text_that_does_not_fit_the_context_is_refused(gptmini, run):
 @pytest.mark.parametrize(
     ("words", "out", "options"),
     [
-        (["export", "--to", "html"], "runs/text.html", (None, False)),
-        (["export", "--to", "html", "--weights", "int8"], "runs/text.html", ("int8", False)),
-        (["export", "--to", "html", "--out", "a b"], "a b", (None, False)),
-        (["export", "--to", "html", "--sources"], "runs/text.html", (None, True)),
+        (["export", "--to", "html"], "runs/text.html", (None,)),
+        (["export", "--to", "html", "--weights", "int8"], "runs/text.html", ("int8",)),
+        (["export", "--to", "html", "--out", "a b"], "a b", (None,)),
         (["inspect", "--prompt", "the", "--out", "a.HTML"], "a.HTML", ("the",)),
     ],
 )

@@ -39,7 +39,6 @@ PLAIN = {
     "listen": ("127.0.0.1", 8000),
     "key": "",
     "rows and queue": (32, 256),
-    "sources": False,
 }
 OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     ([], {}),
@@ -52,7 +51,6 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--max-rows", "1"], {"rows and queue": (1, 8)}),
     (["--max-rows", "1024"], {"rows and queue": (1024, 8192)}),
     (["GPTMINI_API_KEY", " a key\n"], {"key": "a key"}),
-    (["--sources"], {"sources": True}),
 ]
 
 
@@ -74,16 +72,12 @@ def test_each_option_reaches_the_server(gptmini, tmp_path, monkeypatch, words, c
     def note_server(run: Any, limits: Any, key: str, hosts: list[str] | None, page: Any) -> Any:
         assert (run.path, hosts) == (folder, ["127.0.0.1", "localhost", "::1"])
         seen.update({"key": key, "rows and queue": (limits.max_rows, limits.max_waiting)})
-        seen["sources"] = limits.sources
         return create(run, limits, key, hosts, page)
 
     monkeypatch.setattr(loading, "load_run", note_load)
     monkeypatch.setattr(server, "listen", note_listen)
     monkeypatch.setattr(server, "Server", note_server)
     monkeypatch.setattr(server, "serve", lambda app, listening: listening.close())
-    if words == ["--sources"]:
-        assert gptmini("serve", str(folder), *words)[0] == 3  # its run has no text
-        monkeypatch.setattr(loading.Run, "find_copies", lambda run, text: None)
     if words[:1] == ["GPTMINI_API_KEY"]:
         monkeypatch.setenv(*words)
         words = []

@@ -13,16 +13,12 @@ import httpx
 import pytest
 
 from gptmini.cli.serve import _build_page
-from gptmini.errors import DataError
 from gptmini.extras.page import export, served
 from gptmini.extras.page.served import ServedPage, build_served_page
 from gptmini.extras.serve.limits import Limits
-from gptmini.extras.sources import training_text
-from gptmini.extras.sources.index import build_index
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.chunks import Place
 from tests.extras.serve.serving import alone, serving
 from tests.samples import CHAT_TOKENIZER, TOKENIZER, run_of
 from tests.support import HOSTILE, bpe_file
@@ -58,8 +54,8 @@ def too_large(monkeypatch) -> None:
     monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
 
 
-def page_of(run: Run, key: str = "", sources: bool = False) -> ServedPage:
-    return build_served_page(run, bool(key), 1000, sources)
+def page_of(run: Run, key: str = "") -> ServedPage:
+    return build_served_page(run, bool(key), 1000)
 
 
 @pytest.fixture
@@ -445,61 +441,3 @@ def test_it_fits_a_phone_and_speaks_chinese(talking: Run, visit, monkeypatch, is
         if is_large:
             assert re.findall(r"[A-Za-z]{4,}", tab.locator("#look").inner_text()) == []
     visit.wrong.clear()  # what the browser says of status 413
-
-
-# -- where the text comes from ---------------------------------------------------------------------
-
-SEA = "The sea was calm and the sky was grey that day."
-
-
-@pytest.fixture
-def remembering(run: Run, monkeypatch) -> Run:
-    """A run with a training text."""
-    state = run.state | {"corpus": "text"}
-    remembering = Run(run.path, run.config, run.tokenizer, run.model, state)
-    index = build_index([(f"one\n{SEA}".encode(), True, Place("notes/a.md", 11))])
-    monkeypatch.setattr(training_text, "open_index", lambda _: index)
-    return remembering
-
-
-@pytest.mark.parametrize("is_large", [False, True])
-def test_the_server_says_where_the_text_comes_from(
-    remembering: Run, is_large: bool, monkeypatch, visit
-):
-    if is_large:
-        monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
-    with serving(remembering, page=page_of(remembering, sources=True), sources=True) as url:
-        tab = visit(url)
-        tab.locator("#text").fill(f"\U0001f600 {SEA}")
-        if is_large:
-            wait_until(tab, "remote.running === null && remote.tokens.length > 0")
-        assert f"{url}/sources" not in visit.asked
-        tab.locator("#sources summary").click()
-        wait_until(tab, "origin.found?.copies.length === 1")
-        assert tab.locator("#sources mark").inner_text() == SEA
-        assert tab.locator("#sources .label").all_inner_texts() == ["notes/a.md:12"] * 2
-        tab.get_by_role("button", name="One token").click()
-        wait_until(tab, "origin.text === textBox.value && origin.text.length > 50")
-        assert visit.asked.count(f"{url}/sources") == 2
-
-
-def test_a_reason_is_given_once(remembering: Run, visit, monkeypatch):
-    def refuse(_: Run) -> None:
-        raise DataError("notes: not the text that runs/x was trained on; restore it")
-
-    monkeypatch.setattr(training_text, "open_index", refuse)
-    with serving(remembering, page=page_of(remembering, sources=True), sources=True) as url:
-        tab = visit(url)
-        tab.locator("#sources summary").click()
-        tab.locator("#sources .problem").wait_for()
-        assert "notes" in tab.locator("#sources .problem").inner_text()
-        tab.get_by_role("button", name="One token").click()
-        assert tab.evaluate("origin.asked") is None
-        assert visit.asked.count(f"{url}/sources") == 1
-    assert all("Failed to load resource" in each for each in visit.wrong)
-    visit.wrong.clear()
-
-
-def test_a_server_that_shows_no_sources_has_a_page_without(remembering: Run, visit):
-    with serving(remembering, page=page_of(remembering)) as url:
-        assert visit(url).locator("#sources").count() == 0

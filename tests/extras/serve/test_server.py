@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -32,17 +31,13 @@ from gptmini.extras.serve.connection import Flow
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Request, Scheduler
 from gptmini.extras.serve.server import Server, listen
-from gptmini.extras.sources import training_text
-from gptmini.extras.sources.find import Copies
-from gptmini.extras.sources.index import build_index
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.chunks import Place
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.extras.serve.serving import alone, serving
 from tests.samples import CHAT_TOKENIZER, run_of
-from tests.support import new_cache, tiny, train
+from tests.support import tiny, train
 
 CONTEXT = 400
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -1027,73 +1022,3 @@ def test_a_port_in_use_is_one_line(gptmini, trained: Path):
         5,
         f"gptmini: 127.0.0.1:{port}: address already in use; choose another --port or --host\n",
     )
-
-
-# -- where a text comes from -----------------------------------------------------------------------
-
-
-def test_the_page_may_ask_where_a_text_comes_from(trained: Path, tmp_path: Path):
-    run = load_run(trained, cache=new_cache(tmp_path))
-    text = "\U0001f600 a quick brown fox jumps over the lazy cat"
-    expected = run.find_copies(text).to_dict()
-    assert [copy["line"] for copy in expected["copies"]] == [1]
-    with serving(run, max_body_bytes=1000, sources=True) as url:
-        answer = HTTP.post(f"{url}/sources", json={"text": text})
-        assert (answer.status_code, answer.json()) == (200, expected)
-        for wrong in (b"{}", b'{"text": 5}', b'{"text": "\\ud800"}'):
-            answer = HTTP.post(f"{url}/sources", content=wrong)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
-        assert HTTP.post(f"{url}/sources", content=b"[]").status_code == 400
-        assert HTTP.post(f"{url}/sources", json={"text": "x" * 1000}).status_code == 413
-        assert HTTP.get(f"{url}/sources").status_code == 405
-    with serving(run, max_searched=40, sources=True) as url:
-        assert HTTP.post(f"{url}/sources", json={"text": "x" * 40}).status_code == 200
-        assert HTTP.post(f"{url}/sources", json={"text": "x" * 41}).status_code == 413
-    with serving(run, "sesame", sources=True) as url:
-        assert HTTP.post(f"{url}/sources", json={"text": text}).status_code == 401
-    with serving(run) as url:
-        assert HTTP.post(f"{url}/sources", json={"text": text}).status_code == 404
-
-
-def test_names_of_files_of_any_bytes_are_sent(trained: Path, tmp_path: Path, monkeypatch):
-    run = load_run(trained, cache=new_cache(tmp_path))
-    text = "a stretch of twenty and more"
-    index = build_index([(text.encode(), True, Place("a\udcff.txt", 1))])
-    monkeypatch.setattr(training_text, "open_index", lambda _: index)
-    with serving(run, sources=True) as url:
-        (copy_found,) = HTTP.post(f"{url}/sources", json={"text": text}).json()["copies"]
-    assert copy_found["file"] == "a\udcff.txt"
-
-
-def test_a_training_text_that_is_gone_is_named(trained: Path, tmp_path: Path):
-    shutil.copytree(trained, tmp_path / "run")
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace("text.txt", "gone.txt"))
-    with serving(load_run(tmp_path / "run", cache=new_cache(tmp_path)), sources=True) as url:
-        answer = HTTP.post(f"{url}/sources", json={"text": "x"})
-    assert answer.status_code == 400
-    assert "gone.txt" in answer.json()["error"]["message"]
-
-
-def test_texts_go_on_while_sources_are_found(trained: Path, monkeypatch):
-    run = load_run(trained)
-    begun, enough = threading.Semaphore(0), threading.Event()
-    nothing = Copies(1, [])
-
-    def slowly(text: str) -> Copies:
-        begun.release()
-        assert enough.wait(600)
-        return nothing
-
-    monkeypatch.setattr(run, "find_copies", slowly)
-    with serving(run, sources=True) as url, ThreadPoolExecutor(3) as pool:
-        ask = partial(HTTP.post, f"{url}/sources", json={"text": "x"})
-        asked = [pool.submit(ask) for _ in range(3)]
-        assert begun.acquire(timeout=600)
-        try:
-            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
-            assert answer.status_code == 200
-            assert not begun.acquire(blocking=False)  # the others wait
-        finally:
-            enough.set()
-        assert [each.result().json() for each in asked] == [nothing.to_dict()] * 3
