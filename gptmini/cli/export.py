@@ -105,9 +105,6 @@ def _export_page(path: Path, out: Path, weights: str | None, cache: Path) -> Non
     with show_elapsed("writing the page"):
         run = load_run(path, "cpu", "float32", cache)
         page = export_page(run, out, weights)
-    earlier = ", ".join(map(str, page.steps))
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
-    if earlier:
-        say(f"with earlier checkpoints, in int8: step {earlier}")
     print(out)
     say("open it in a browser; it needs no network and no other file")

@@ -10,7 +10,6 @@ from gptmini.errors import ConfigError, is_missing_wing, make_missing_package_er
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
-    from gptmini.extras.page.served import ServedPage
     from gptmini.extras.serve.limits import Limits
     from gptmini.generate.run import Run
 
@@ -46,7 +45,7 @@ def serve(
         trained = load_run(path, device, weights, cache)
         limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
         hosts = server.list_host_names(listening)
-        app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))
+        app = server.Server(trained, limits, key, hosts, _build_page(trained, limits))
         name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
         url = f"http://{name}:{listening.getsockname()[1]}"
         with suppress(OSError):  # a log on a full disk stops no server
@@ -56,15 +55,15 @@ def serve(
         server.serve(app, listening)
 
 
-def _build_page(run: "Run", needs_key: bool, limits: "Limits") -> "ServedPage | None":
+def _build_page(run: "Run", limits: "Limits") -> bytes | None:
     """Build the page; None where the guest that makes pages is not there."""
     try:
-        from gptmini.extras.page.served import build_served_page
+        from gptmini.extras.page.export import build_served_page
     except ModuleNotFoundError as error:
         if not is_missing_wing(error):
             raise
         return None
-    return build_served_page(run, needs_key, limits.max_tokens)
+    return build_served_page(run, limits.max_tokens)
 
 
 def _read_key() -> str:

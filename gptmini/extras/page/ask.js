@@ -3,26 +3,15 @@
 
 // -- requests ------------------------------------------------------------------------------------
 
-let key = ""; // sent with each request, once the server has asked for one
-let keyAsked = null; // {promise, give} while the reader is asked for it
-
-/** Fetch from the server, by POST if there is a body. Throws errors whose message is for readers;
- * one that was stopped by its signal is an AbortError. */
-async function ask(path, body = null, signal = null) {
-  const headers = body === null ? {} : { "Content-Type": "application/json" };
-  for (;;) {
-    if (key) headers.Authorization = `Bearer ${key}`;
-    const options = { headers, signal };
-    if (body !== null) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
-    const response = await fetch(path, options).catch(explainLoss);
-    if (response.status === 401) {
-      await askForKey(signal);
-      continue;
-    }
-    if (response.ok) return response;
-    const answer = await response.json().catch(() => null); // a proxy may answer in its own words
-    throw new Error(answer?.error?.message ?? sayText("refused", { status: response.status }));
-  }
+/** Ask the server, by POST. Throws errors whose message is for readers; one that was stopped by its
+ * signal is an AbortError. */
+async function ask(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  const options = { method: "POST", headers, body: JSON.stringify(body), signal };
+  const response = await fetch(path, options).catch(explainLoss);
+  if (response.ok) return response;
+  const answer = await response.json().catch(() => null); // a proxy may answer in its own words
+  throw new Error(answer?.error?.message ?? sayText("refused", { status: response.status }));
 }
 
 /** Throw what a broken connection means, but let a stop be a stop. */
@@ -47,49 +36,6 @@ async function* askForEvents(path, body, signal) {
       yield content;
     }
   }
-}
-
-/** Show the form of the key, and wait until the reader has given one. */
-function askForKey(signal) {
-  if (keyAsked === null) {
-    let give;
-    const promise = new Promise((resolve) => (give = resolve));
-    keyAsked = { promise, give, isWrong: key !== "" };
-    showKeyForm();
-  }
-  const stopped = new Promise((_, reject) =>
-    signal?.addEventListener("abort", () => reject(signal.reason)),
-  );
-  return Promise.race([keyAsked.promise, stopped]);
-}
-
-function makeKeyForm() {
-  if (!data.server) return null;
-  makePlace("key", "form.card", {
-    id: "key",
-    onsubmit: (event) => {
-      event.preventDefault();
-      const { give } = keyAsked;
-      key = places.key.querySelector("input").value.trim();
-      keyAsked = null;
-      showKeyForm();
-      give();
-    },
-  });
-  showKeyForm();
-  return places.key;
-}
-
-function showKeyForm() {
-  places.key.hidden = keyAsked === null;
-  if (keyAsked === null) return fill(places.key);
-  const input = make("input", { type: "password", autocomplete: "current-password", required: "" });
-  fill(
-    places.key,
-    make("label", {}, say(keyAsked.isWrong ? "keyWrong" : "keyNeeded"), input),
-    make("button.main", {}, say("keySend")),
-  );
-  input.focus();
 }
 
 /** The settings of the sliders, as a request has them. */

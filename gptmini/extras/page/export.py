@@ -2,7 +2,7 @@
 
 Nothing that comes from a run can become markup or script: it is JSON in ASCII without `<`, `>` and
 `&`, or base64; page.js only ever sets texts; and the page's Content-Security-Policy allows no
-script but its own, no other file, and no network but the server that gave it (served.py).
+script but its own, no other file, and no network but the server that gave it.
 """
 
 import base64
@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +18,10 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.errors import ConfigError, DataError
 from gptmini.extras.page.simplify import simplify_tokenizer
 from gptmini.generate.precision import quantize
 from gptmini.generate.run import Run
-from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.byte_level import KNOWN_PATTERNS
 from gptmini.tokenizer.foreign import ForeignTokenizer
@@ -40,15 +38,7 @@ PAGE_SCRIPTS = (  # in this order
     "page.js",
 )
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
-MAX_CHECKPOINT_BYTES = 3_000_000  # of all earlier checkpoints together
 PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
-
-
-class EncodedWeights(NamedTuple):
-    """Weights as model.js decodes them; `tensors` lists name, shape and type in their order."""
-
-    tensors: list[dict[str, Any]]
-    text: str  # base64
 
 
 class ExportedPage(NamedTuple):
@@ -56,7 +46,6 @@ class ExportedPage(NamedTuple):
 
     size: int  # bytes
     precision: str
-    steps: list[int]  # of the earlier checkpoints
 
 
 def export_page(
@@ -68,10 +57,24 @@ def export_page(
     DataError for a tokenizer that the page cannot run.
     """
     precision = precision or choose_precision(run)
-    checkpoints = read_checkpoints(run)
-    page = build_page(run, precision, checkpoints, prompt)
+    page = build_page(run, precision, prompt)
     files.atomic_write_bytes(out, page)
-    return ExportedPage(len(page), precision, list(checkpoints))
+    return ExportedPage(len(page), precision)
+
+
+def build_served_page(run: Run, max_tokens: int) -> bytes:
+    """Build the page of a run whose server draws at most `max_tokens` of a text.
+
+    A model that a page cannot hold or run stays with the server, which the page then asks.
+    """
+    # Weights in int8 are multiples of a scale, and bfloat16 would round them once more.
+    precision = "int8" if run.weights == "int8" else choose_precision(run)
+    server = {"chat": run.tokenizer.chat_template is not None, "max_tokens": max_tokens}
+    try:
+        return build_page(run, precision, server=server)
+    except (ConfigError, DataError):
+        data = build_data(run, precision, {"kind": run.tokenizer.kind})
+        return render_page(data | {"server": server}, "")
 
 
 def choose_precision(run: Run) -> str:
@@ -81,22 +84,17 @@ def choose_precision(run: Run) -> str:
 
 
 def estimate_size(run: Run, precision: str) -> int:
-    """Estimate the bytes of a page without earlier checkpoints."""
+    """Estimate the bytes of a page."""
     weights = count_bytes(list_tensors(run.tensors, precision))
     return weights * 4 // 3 + len(run.tokenizer.to_json())
 
 
 def build_page(
-    run: Run,
-    precision: str = "bfloat16",
-    checkpoints: Mapping[int, EncodedWeights] | None = None,
-    prompt: str = "",
-    server: dict[str, Any] | None = None,
+    run: Run, precision: str = "bfloat16", prompt: str = "", server: dict[str, Any] | None = None
 ) -> bytes:
     """Build the page of a run; it opens on a prompt.
 
-    `checkpoints` are earlier ones of the same run, by step; `server` is what page.js has to know of
-    the server that gives the page, see served.py.
+    `server` is what page.js has to know of the server that gives the page, if one does.
     """
     tokenizer = describe_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
@@ -104,17 +102,11 @@ def build_page(
             f"{run.path}: in {precision} its page would be larger than {MAX_PAGE_BYTES:,} bytes; "
             f"use gptmini serve"
         )
-    checkpoints = checkpoints or {}
-    blobs = {"weights": encode_weights(run.tensors, precision).text}
-    blobs |= {f"weights-{step}": each.text for step, each in checkpoints.items()}
     data = build_data(run, precision, tokenizer) | {"prompt": prompt, "server": server}
-    data["checkpoints"] = [
-        {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
-    ]
-    return render_page(data, blobs)
+    return render_page(data, encode_weights(run.tensors, precision))
 
 
-def build_data(run: Run, precision: str, tokenizer: dict[str, Any] | None) -> dict[str, Any]:
+def build_data(run: Run, precision: str, tokenizer: dict[str, Any]) -> dict[str, Any]:
     """Build what page.js has to know of a run, as JSON."""
     return {
         "name": run.path.name or run.path.resolve().name,  # "." has no name
@@ -125,20 +117,17 @@ def build_data(run: Run, precision: str, tokenizer: dict[str, Any] | None) -> di
         "tokenizer": tokenizer,
         "precision": precision,
         "tensors": list_tensors(run.tensors, precision),
-        "checkpoints": [],
     }
 
 
-def render_page(data: dict[str, Any], blobs: Mapping[str, str]) -> bytes:
-    """Fill the template with JSON data and with base64 texts by the id of their element."""
+def render_page(data: dict[str, Any], weights: str) -> bytes:
+    """Fill the template with JSON data and with weights in base64."""
     parts = {
         "STYLE": (FOLDER / "page.css").read_text(encoding="utf-8"),
         "MODEL": (FOLDER / "model.js").read_text(encoding="utf-8"),
         "PAGE": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in PAGE_SCRIPTS),
         "DATA": escape_json(data),
-        "WEIGHTS": "\n".join(
-            f'<script type="text/plain" id="{name}">{text}</script>' for name, text in blobs.items()
-        ),
+        "WEIGHTS": weights,
     }
     # A nonce that nobody can know before the page is written, and the same for the same page.
     digest = hashlib.sha256("\0".join(parts.values()).encode()).digest()
@@ -181,10 +170,9 @@ def is_matrix(name: str) -> bool:
     return name.endswith(("proj.weight", "embed.weight", "head.weight"))
 
 
-def encode_weights(tensors: Mapping[str, Tensor], precision: str) -> EncodedWeights:
-    """Encode the tensors of a model; matrices as `precision.round_weights` rounds them."""
-    content = b"".join(encode_tensors(tensors, precision))
-    return EncodedWeights(list_tensors(tensors, precision), base64.b64encode(content).decode())
+def encode_weights(tensors: Mapping[str, Tensor], precision: str) -> str:
+    """Encode the tensors of a model in base64; matrices as `precision.round_weights` rounds."""
+    return base64.b64encode(b"".join(encode_tensors(tensors, precision))).decode()
 
 
 def list_tensors(tensors: Mapping[str, Tensor], precision: str) -> list[dict[str, Any]]:
@@ -226,22 +214,3 @@ def to_little_endian(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, row by row; not a copy, if they are in memory like this."""
     array = tensor.cpu().contiguous().numpy()
     return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).data.cast("B")
-
-
-def read_checkpoints(run: Run) -> dict[int, EncodedWeights]:
-    """Read earlier checkpoints of a run, by step, in int8: as many as fit, evenly spread."""
-    directory = RunDirectory(run.path)
-    steps = sorted(step for step in directory.list_steps() if step != run.step)
-    count = MAX_CHECKPOINT_BYTES // estimate_size(run, "int8")
-    found = {}
-    for step in spread(steps, count):
-        with suppress(CheckpointError):  # a damaged one
-            found[step] = encode_weights(directory.load_checkpoint(step).model, "int8")
-    return found
-
-
-def spread(steps: list[int], count: int) -> list[int]:
-    """Choose up to `count` of some steps, evenly spread, the first among them."""
-    if count >= len(steps):
-        return steps
-    return [steps[n * len(steps) // count] for n in range(count)]

@@ -1258,32 +1258,15 @@ function decodeWeights(tensors, bytes) {
   return weights;
 }
 
-/** Count the bytes of a tensor in its type. */
-function countBytes({ shape, type }) {
-  const count = shape.reduce((product, size) => product * size, 1);
-  if (type === "int8") return count + 4 * shape[0];
-  return count * (type === "float32" ? 4 : 2);
-}
-
 /** Open the model in a page that export.py wrote: {data, gpt, tokenizer}.
  *
  * `data` has name, step and prompt, the sections `model` (as `config`) and `sample` of config.yaml,
- * `tokenizer`, and `checkpoints`: [{step, tensors}], earlier ones of the same run. A page without
- * weights, from a server, has neither gpt nor tokenizer.
+ * and `tokenizer`. A page without weights, from a server, has neither gpt nor tokenizer.
  */
 function openPage(document) {
   const data = JSON.parse(document.getElementById("data").textContent);
-  if (!document.getElementById("weights")) return { data, gpt: null, tokenizer: null };
-  const gpt = openWeights(document, data, "weights", data.tensors);
+  const bytes = decodeBase64(document.getElementById("weights").textContent);
+  if (!bytes.length) return { data, gpt: null, tokenizer: null };
+  const gpt = new GPT(data.config, decodeWeights(data.tensors, bytes));
   return { data, gpt, tokenizer: createTokenizer(data.tokenizer) };
-}
-
-/** Open an earlier checkpoint of the run, one of `data.checkpoints`. */
-function openCheckpoint(document, data, { step, tensors }) {
-  return openWeights(document, data, `weights-${step}`, tensors);
-}
-
-function openWeights(document, data, id, tensors) {
-  const bytes = decodeBase64(document.getElementById(id).textContent);
-  return new GPT(data.config, decodeWeights(tensors, bytes));
 }

@@ -1,11 +1,11 @@
 // The page: a text box, and all that the model makes of it. This file has what the reader chose,
 // what the model computes on it, and the first screen; sections.js and views.js show the rest.
-// Where a server gave it, ask.js has a chat, and remote.js is the page until the weights are there.
+// Where a server gave it, ask.js has a chat, and remote.js is the page of a model that is too large.
 //
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
 
-let { data, gpt: newest, tokenizer } = openPage(document);
+const { data, gpt, tokenizer } = openPage(document); // no gpt where the server computes
 
 // What the reader chose. Places count from 0 through the tokens that the model reads.
 const state = {
@@ -19,12 +19,10 @@ const state = {
   neuron: null, // null: the strongest
   allKeys: false,
   off: { heads: [], mlps: [], layers: [], attentions: [] },
-  step: null,
   hasTyped: false,
 };
 
-const models = new Map(); // by step; none of them while the server computes
-let readers; // of the model as it is, and with parts switched off
+const readers = gpt && { whole: new Reader(gpt), changed: new Reader(gpt) }; // all on, some off
 let continuation; // the text
 let now; // what the model computes, see `compute`
 let timer = null; // of a text that is being generated
@@ -32,23 +30,12 @@ let typing = null; // a timer, while a text that was typed waits to be read
 let updateTime = 0; // milliseconds that reading and showing a text took last
 const places = {}; // the elements that are filled again and again
 let textBox;
+let written = ""; // what the box held when a text was written into it
 
 // -- what the model computes ---------------------------------------------------------------------
 
-function useModel(step) {
-  if (!models.has(step)) {
-    const checkpoint = data.checkpoints.find((each) => each.step === step);
-    models.set(step, openCheckpoint(document, data, checkpoint));
-  }
-  state.step = step;
-  const gpt = models.get(step);
-  readers = { whole: new Reader(gpt), changed: new Reader(gpt) };
-  if (continuation) continuation.reader = readers.whole;
-}
-
 /** Use what the server or the page itself says of the run. */
 function useData() {
-  state.step = data.step;
   state.sample = {
     ...data.sample,
     max_new_tokens: Infinity, // the reader stops it
@@ -341,7 +328,7 @@ function makeFilterSlider(name, listed) {
   if (listed.at(-1) === null) numbers.push(null);
   const change = (chosen) => {
     state.sample[name] = chosen;
-    if (models.size) updateDraw();
+    if (gpt) updateDraw();
   };
   const format = (each) => (each === null ? sayText("isOff") : String(each));
   const { input, output, id } = makeSlider(name, numbers, value, change, format);
@@ -371,7 +358,7 @@ function makeSeedField() {
   const change = () => {
     if (!input.checkValidity()) return;
     state.sample.seed = Number(input.value);
-    if (models.size) update();
+    if (gpt) update();
   };
   const value = state.sample.seed;
   const input = make("input", {
@@ -400,25 +387,6 @@ function listOtherSettings() {
     ([, all]) => all.length,
   );
   return [...set.map(([name, value]) => `${name} ${value}`), ...lists.map(([name]) => name)];
-}
-
-function makeCheckpointSlider() {
-  if (!data.checkpoints.length) return null;
-  const steps = [...data.checkpoints.map(({ step }) => step), data.step].sort((a, b) => a - b);
-  const change = (step) => {
-    useModel(step);
-    update();
-  };
-  const format = (step) =>
-    sayText("checkpoint", { step: formatCount(step), last: formatCount(data.step) });
-  const { input, output, id } = makeSlider("checkpoint", steps, state.step, change, format);
-  return make(
-    "div.slider.checkpoint",
-    {},
-    make("label", { for: id }, output),
-    input,
-    make("small", {}, say("checkpointHelp")),
-  );
 }
 
 /** Links to the parts of the page; those that are closed open. */
@@ -462,7 +430,7 @@ function makeHeader() {
         ),
       ),
     ),
-    make("p", {}, say(models.size ? "lead" : "leadRemote", { size })),
+    make("p", {}, say(gpt ? "lead" : "leadRemote", { size })),
   );
 }
 
@@ -503,6 +471,26 @@ function makeTextBox(oninput) {
   return textBox;
 }
 
+/** Write a text into the box, which makes \n of each \r and \r\n. */
+function writeBox(text) {
+  textBox.value = text;
+  written = textBox.value;
+}
+
+/** The text that the reader means by the box: `text`, but what was typed since it was written. */
+function readBox(text) {
+  const typed = textBox.value;
+  const units = text.match(/\r\n|[^]/g) ?? []; // each a character of the box
+  if (units.length !== written.length) return typed;
+  let begin = 0;
+  while (begin < written.length && typed[begin] === written[begin]) begin++;
+  let end = 0;
+  const room = Math.min(typed.length, written.length) - begin;
+  while (end < room && typed.at(-1 - end) === written.at(-1 - end)) end++;
+  const kept = [units.slice(0, begin), units.slice(units.length - end)];
+  return kept[0].join("") + typed.slice(begin, typed.length - end) + kept[1].join("");
+}
+
 /** Build everything that stays while text and choices change. */
 function buildPage() {
   const open = { kinds: places.kinds?.parentElement.open, cause: places.cause?.parentElement.open };
@@ -534,7 +522,6 @@ function buildPage() {
     document.querySelector("main"),
     makeHeader(),
     makeNavigation({ top: "toText", path: "toPath", kinds: "toKinds", cause: "toCause" }),
-    makeKeyForm(),
     makeChat(),
     make(
       "div.first",
@@ -554,7 +541,6 @@ function buildPage() {
         {},
         makePlace("expect", "div"),
         makeSettings(),
-        makeCheckpointSlider() ?? "",
       ),
     ),
     make(
@@ -578,7 +564,7 @@ function buildPage() {
 
 function switchLanguage(code) {
   language = code;
-  if (models.size) {
+  if (gpt) {
     buildPage();
     update();
   } else buildRemotePage();
@@ -622,21 +608,13 @@ function updateDraw() {
   showOffBar();
 }
 
-/** Compute with a model in this page from now on. */
-function startModel(gpt) {
-  newest = gpt;
-  models.set(data.step, gpt);
-  useModel(data.step);
-  darkMode.addEventListener("change", update);
-}
-
 /** Show the model on a text, or, where there is none, on one that it writes. */
-function openModel(text, writes = text === "") {
+function openModel(text) {
   buildPage();
   textBox.value = text;
   readText();
-  if (writes) {
-    const isSmall = newest.embed.length * data.config.n_layer < 4e6;
+  if (text === "") {
+    const isSmall = gpt.embed.length * data.config.n_layer < 4e6;
     for (let n = 0; n < (isSmall ? 24 : 12) && continuation.finishReason === null; n++)
       continuation.next();
     textBox.value = continuation.text.trim();
@@ -648,8 +626,8 @@ function openModel(text, writes = text === "") {
   update();
 }
 
-if (newest) {
-  useData();
-  startModel(newest);
+useData();
+if (gpt) {
+  darkMode.addEventListener("change", update);
   openModel(data.prompt);
 } else openRemotePage();

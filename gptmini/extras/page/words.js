@@ -19,7 +19,6 @@ const WORDS = {
     "{weights} 个权重、训练了 {step} 步",
   ],
   toChat: ["chat", "对话"],
-  toLook: ["look inside", "看内部"],
   toText: ["text", "文本"],
   toPath: ["path", "路径"],
   toKinds: ["heads", "头"],
@@ -100,11 +99,6 @@ const WORDS = {
   ],
   keptAll: ["No filter removes a token.", "没有过滤器去掉词元。"],
   alsoSet: ["This run also sets {settings}.", "本模型还设置了 {settings}。"],
-  checkpoint: ["Training step {step} of {last}", "训练第 {step} 步，共 {last} 步"],
-  checkpointHelp: [
-    "Move it to see the same text through the eyes of a younger model (its weights are rounded to 8 bits).",
-    "移动滑块，看更早的模型如何看同一文本（其权重舍入到 8 位）。",
-  ],
 
   // The path.
   pathHeading: ["The whole path", "完整路径"],
@@ -470,9 +464,6 @@ const WORDS = {
     "服务器没有回应。它还在运行吗？",
   ],
   refused: ["The server refused this (status {status}).", "服务器拒绝了请求（状态 {status}）。"],
-  keyNeeded: ["This server asks for an API key: ", "此服务器需要 API 密钥："],
-  keyWrong: ["This key is wrong; try another: ", "密钥不对，请再试："],
-  keySend: ["Use it", "使用"],
   chatHeading: ["Chat", "对话"],
   chatHelp: [
     "Ask something. Enter sends, Shift+Enter breaks the line.",
@@ -490,31 +481,11 @@ const WORDS = {
   ],
   speed: ["{count} tokens, {rate} per second", "{count} 个词元，每秒 {rate} 个"],
   speedOne: ["1 token", "1 个词元"],
-  surpriseHelp: [
-    "Orange is surprise: the taller, the less the model expected that token.",
-    "橙色表示意外：越高，模型越没料到这个词元。",
-  ],
   cameRemotely: ["In the text came {token}: {chance}.", "文本中是 {token}：{chance}。"],
   barsRemotely: [
     "The likeliest tokens, as the server lists them, at temperature 1 and before the filters.",
     "服务器列出的最可能的词元，温度为 1，过滤之前。",
   ],
-  lookHeading: ["Look inside", "看内部"],
-  lookHelp: [
-    "With the weights in your browser, this page shows the whole path from text to token, every head and neuron, and lets you switch parts off.",
-    "权重到了浏览器里，本页就能展示从文本到词元的完整路径、每个头和神经元，并可关闭各部分。",
-  ],
-  lookCost: [
-    "That downloads {size} MB from this server into the browser's memory, which takes twice as much, and then about {seconds} s to read this text.",
-    "这会从服务器下载 {size} MB 到浏览器内存（占用两倍），然后约需 {seconds} 秒读完这段文本。",
-  ],
-  lookInside: ["Fetch the weights", "下载权重"],
-  lookInTerminal: [
-    "This model cannot run in a browser. In a terminal, {command} shows what its heads attend to.",
-    "这个模型无法在浏览器中运行。在终端中，{command} 显示各个头在看什么。",
-  ],
-  fetching: ["Fetching the weights: {percent} %", "正在下载权重：{percent} %"],
-  reading: ["Reading your text: {percent} %", "正在读文本：{percent} %"],
 };
 
 let language = navigator.language.startsWith("zh") ? "zh" : "en";

@@ -6,6 +6,7 @@ the queue of their request. A request takes a text off the engine by setting its
 """
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import ipaddress
@@ -15,10 +16,10 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import httptools  # noqa: F401  uvicorn loads it when it starts; name it here if it is missing
 import uvicorn
@@ -54,33 +55,15 @@ LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
 # A name or an address, an IPv6 address in brackets, and perhaps a port.
 HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
 NO_PAGE = "No page is installed here; the API is at /v1.\n"
-PIECE_BYTES = 1 << 18  # of what is sent in pieces
+PIECE_BYTES = 1 << 18  # of the page
+# A browser asks its user, and then sends the password with all that the page asks for.
+ASK_FOR_PASSWORD = {"WWW-Authenticate": 'Basic realm="gptmini", charset="UTF-8"'}
 INTERNAL_ERROR = "internal error; see the server's log"
 HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 NO_STORE = {"Cache-Control": "no-store"}
 CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
 EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
-
-
-class Page(Protocol):
-    """What browsers get, as another guest makes it."""
-
-    @property
-    def content(self) -> bytes:
-        """The page, which needs no key."""
-
-    @property
-    def data(self) -> bytes:
-        """JSON that it asks for with the key; empty if it has all."""
-
-    @property
-    def size(self) -> int:
-        """The bytes of the weights."""
-
-    @property
-    def weights(self) -> Callable[[], Iterator[memoryview]] | None:
-        """Yields the weights for a browser; None if it gets none."""
 
 
 class Server:
@@ -92,12 +75,15 @@ class Server:
         limits: Limits,
         key: str = "",
         hosts: list[str] | None = None,
-        page: Page | None = None,
+        page: bytes | None = None,
     ):
-        """`hosts` are the names that clients may use for this machine; None allows any."""
+        """`hosts` are the names that clients may use for this machine; None allows any.
+
+        `page` is what browsers get.
+        """
         self.limits = limits
         self._page = page
-        self._etag = f'"{hashlib.sha256(page.content).hexdigest()[:32]}"' if page else ""
+        self._etag = f'"{hashlib.sha256(page).hexdigest()[:32]}"' if page else ""
         self._run = run
         self._key = key.encode()
         name = run.path.resolve().name
@@ -107,8 +93,6 @@ class Server:
         guard = self._guard
         routes = [
             Route("/", self._send_page),
-            Route("/page.json", guard(self._send_page_data)),
-            Route("/weights", guard(self._send_weights)),
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
@@ -172,13 +156,7 @@ class Server:
         """Let only requests with the key through, and none from the pages of other sites."""
 
         async def guarded(request: Request) -> Response:
-            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer":
-                sent = ""
-            # Takes the same time wherever the keys differ. Starlette decodes headers as latin-1.
-            # Bytes are stripped, as latin-1 has spaces that are parts of characters in UTF-8.
-            sent_key = sent.encode("latin-1").strip()
-            if self._key and not hmac.compare_digest(sent_key, self._key):
+            if not self._has_key(request.headers):
                 raise HTTPException(
                     401, "api key: missing or wrong; send Authorization: Bearer and the key"
                 )
@@ -188,12 +166,28 @@ class Server:
 
         return guarded
 
+    def _has_key(self, headers: Headers) -> bool:
+        """Tell whether a request has the key: as clients send it, or as a browser's password."""
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        # Starlette decodes headers as latin-1. Bytes are stripped, as latin-1 has spaces that are
+        # parts of characters in UTF-8.
+        sent_key = sent.encode("latin-1").strip()
+        if scheme.lower() == "basic":
+            with suppress(ValueError):
+                sent_key = base64.b64decode(sent_key).partition(b":")[2]
+        elif scheme.lower() != "bearer":
+            sent_key = b""
+        # Takes the same time wherever the keys differ.
+        return not self._key or hmac.compare_digest(sent_key, self._key)
+
     async def _refuse(self, _: object, error: Exception) -> Response:
         status, content, headers = _describe_failure(error)
         self._requests.labels(status).inc()
         return JSONResponse(content, status, headers)
 
     async def _send_page(self, request: Request) -> Response:
+        if not self._has_key(request.headers):
+            raise HTTPException(401, "page: needs the API key as the password", ASK_FOR_PASSWORD)
         if self._page is None:
             return PlainTextResponse(NO_PAGE)
         # The page has a policy of its own, which cannot keep it out of frames.
@@ -204,35 +198,13 @@ class Server:
         }
         if self._etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        content = [memoryview(self._page.content)]
-        size = len(self._page.content)
-        return self._send_pieces(content, size, "text/html; charset=utf-8", headers)
-
-    async def _send_page_data(self, _: Request) -> Response:
-        if self._page is None or not self._page.data:
-            raise HTTPException(404, "the page has all its data")
-        return Response(self._page.data, media_type="application/json", headers=NO_STORE)
-
-    async def _send_weights(self, _: Request) -> Response:
-        if self._page is None or self._page.weights is None:
-            raise HTTPException(404, "the page has its weights, or they are too many for a browser")
-        pieces = self._page.weights()
-        return self._send_pieces(pieces, self._page.size, "application/octet-stream", NO_STORE)
-
-    def _send_pieces(
-        self, content: Iterable[memoryview], size: int, media_type: str, headers: dict[str, str]
-    ) -> Response:
-        """Send much content without a copy of it; texts go on meanwhile.
-
-        Starlette calls the iterator in a thread, and uvicorn waits for clients that read slowly.
-        """
-        pieces = (
-            bytes(part[start : start + PIECE_BYTES])
-            for part in content
-            for start in range(0, part.nbytes, PIECE_BYTES)
-        )
-        headers = headers | {"Content-Length": str(size)}
-        return StreamingResponse(pieces, headers=headers, media_type=media_type)
+        # In pieces, so that no connection holds a copy of it: uvicorn waits for clients that read
+        # slowly, and texts go on meanwhile, as Starlette calls the iterator in a thread.
+        headers["Content-Length"] = str(len(self._page))
+        page = memoryview(self._page)
+        starts = range(0, len(page), PIECE_BYTES)
+        pieces = (bytes(page[start : start + PIECE_BYTES]) for start in starts)
+        return StreamingResponse(pieces, headers=headers, media_type="text/html; charset=utf-8")
 
     async def _health(self, _: Request) -> Response:
         alive = self._scheduler.is_alive()

@@ -5,18 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.extras.page import export
-from gptmini.extras.page.export import build_page, encode_weights
-from gptmini.generate.run import load_run
-from gptmini.runs.directory import RunDirectory
+from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from tests.extras.page.samples import random_run, random_texts, rounded
+from tests.extras.page.samples import random_run
 from tests.samples import run_of
-from tests.support import HOSTILE, bpe_file, tiny, train
+from tests.support import HOSTILE, bpe_file
 
 
 def test_a_run_becomes_one_file(gptmini, tmp_path):
@@ -90,33 +87,3 @@ def test_a_tokenizer_that_the_page_cannot_run_is_refused_by_name():
     tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
     with pytest.raises(DataError, match="strange"):
         build_page(random_run(tokenizer=tokenizer))
-
-
-def test_earlier_checkpoints_come_along(visit, tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat. " * 200)
-    config = tiny(
-        data={"path": [str(text)]}, train={"steps": 8, "save_every": 2, "eval_every": 8, "keep": 9}
-    )
-    train(config, tmp_path / "run", tmp_path / "cache")
-    run = load_run(tmp_path / "run", "cpu", "float32")
-    exported = export.export_page(run, tmp_path / "page.html")
-    assert exported.steps == [2, 4, 6]
-    assert exported.precision == "bfloat16"
-    tab = visit((tmp_path / "page.html").read_bytes())
-    (tokens,) = random_texts(1)
-    tokens = tokens[:9]
-    for index, step in enumerate(exported.steps):
-        shown = tab.evaluate(
-            """([index, tokens]) => Array.from(openCheckpoint(
-              document, opened.data, opened.data.checkpoints[index]).forward(tokens))""",
-            [index, tokens],
-        )
-        model = rounded(load_run(tmp_path / "run", "cpu", "float32", step=step), "int8").model
-        with torch.no_grad():
-            expected = model(torch.tensor([tokens])).flatten().tolist()
-        assert shown == pytest.approx(expected, abs=1e-4)
-    run = load_run(tmp_path / "run", "cpu", "float32")
-    each = len(encode_weights(RunDirectory(run.path).load_checkpoint(2).model, "int8").text)
-    monkeypatch.setattr(export, "MAX_CHECKPOINT_BYTES", int(2.5 * each))
-    assert list(export.read_checkpoints(run)) == [2, 4]

@@ -326,22 +326,6 @@ def test_the_induction_head_is_named_by_its_score(visit):
     )
 
 
-def test_an_earlier_checkpoint_sees_the_same_text(visit):
-    run = random_run()
-    earlier = export.encode_weights(random_run().model.state_dict(), "int8")
-    tab = visit(build_page(run, prompt=PROMPT, checkpoints={3: earlier}))
-    tab.evaluate(FRESH)
-    tab.locator("#slider-checkpoint").press("Home")
-    expected = """text => {
-      const gpt = openCheckpoint(document, opened.data, opened.data.checkpoints[0]);
-      const reader = new Reader(gpt);
-      reader.read(opened.tokenizer.encode(text));
-      return chances(reader.record[20].logits, 0.8);
-    }"""
-    check_bars(tab, tab.evaluate(expected, PROMPT))
-    assert tab.evaluate("state.step") == 3
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_station_opens_and_nothing_overflows(visit, shape):
     tab = opened(visit, random_run(shape, sample={"top_p": 0.9, "min_p": 0.01}))

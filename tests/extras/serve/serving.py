@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gptmini.extras.serve.limits import Limits
-from gptmini.extras.serve.server import Page, Server, create_http_server, list_host_names, listen
+from gptmini.extras.serve.server import Server, create_http_server, list_host_names, listen
 from gptmini.generate.run import Run
 
 
 @contextmanager
 def serving(
-    run: Run, key: str = "", host: str = "127.0.0.1", page: Page | None = None, **limits
+    run: Run, key: str = "", host: str = "127.0.0.1", page: bytes | None = None, **limits
 ) -> Iterator[str]:
     """The address of a server in this process."""
     listening = listen(host, 0)

@@ -1,20 +1,19 @@
-"""The page that the server gives: the one of `export`, a chat, and weights for those who ask."""
+"""The page that the server gives: the one of `export`, a chat, and the text of a large model."""
 
-import base64
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from gptmini.cli.serve import _build_page
-from gptmini.extras.page import export, served
-from gptmini.extras.page.served import ServedPage, build_served_page
+from gptmini.extras.page import export
+from gptmini.extras.page.export import build_served_page
 from gptmini.extras.serve.limits import Limits
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
@@ -51,11 +50,11 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture
 def too_large(monkeypatch) -> None:
     """No model is small enough for a page."""
-    monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
+    monkeypatch.setattr(export, "MAX_PAGE_BYTES", 1000)
 
 
-def page_of(run: Run, key: str = "") -> ServedPage:
-    return build_served_page(run, bool(key), 1000)
+def page_of(run: Run) -> bytes:
+    return build_served_page(run, 1000)
 
 
 @pytest.fixture
@@ -105,23 +104,19 @@ def without_server(page: bytes) -> str:
 
 
 def test_without_a_page_the_root_names_the_api(run: Run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gptmini.extras.page.served", None)
-    assert _build_page(run, False, Limits()) is None
+    monkeypatch.setitem(sys.modules, "gptmini.extras.page.export", None)
+    assert _build_page(run, Limits()) is None
     with serving(run) as url:
         assert "/v1" in HTTP.get(url).text
-        for path in ("page.json", "weights"):
-            assert HTTP.get(f"{url}/{path}").status_code == 404
 
 
 def test_the_page_of_a_small_model_is_that_of_export(run: Run, tmp_path: Path):
     export.export_page(load_run(run.path, "cpu", "float32"), tmp_path / "page.html")
-    page = _build_page(run, False, Limits())
-    assert page is not None
+    page = _build_page(run, Limits())
     with serving(run, page=page) as url:
         answer = HTTP.get(url)
         again = HTTP.get(url, headers={"if-none-match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-        assert HTTP.get(f"{url}/weights").status_code == 404  # they are in the page
     exported = (tmp_path / "page.html").read_bytes()
     assert without_server(answer.content) == without_server(exported)
     assert data_of(answer.text)["server"] is not None
@@ -131,60 +126,25 @@ def test_the_page_of_a_small_model_is_that_of_export(run: Run, tmp_path: Path):
     assert "connect-src 'none'" in exported.decode()
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8", "float32"])
-def test_the_weights_are_sent_as_a_page_would_hold_them(run: Run, too_large, precision: str):
-    loaded = load_run(run.path, "cpu", precision)
-    page = page_of(loaded)
-    data = data_of(page.content.decode())
-    used = "int8" if precision == "int8" else "bfloat16"
-    expected = export.encode_weights(loaded.tensors, used)
-    assert data["tensors"] == expected.tensors
-    assert b'id="weights"' not in page.content
-    with serving(loaded, page=page) as url:
-        answer = HTTP.get(f"{url}/weights")
-    assert answer.content == base64.b64decode(expected.text)
-    assert len(answer.content) == data["server"]["size"] == int(answer.headers["content-length"])
-
-
 def test_a_run_of_int8_stays_in_it(run: Run):
     page = page_of(load_run(run.path, "cpu", "int8"))
-    assert data_of(page.content.decode())["precision"] == "int8"
+    assert data_of(page.decode())["precision"] == "int8"
 
 
-def test_texts_go_on_while_weights_are_encoded(run: Run, too_large):
-    page = page_of(run)
-    begun, enough = threading.Event(), threading.Event()
-
-    def slowly() -> Iterator[memoryview]:
-        begun.set()
-        assert enough.wait(600)
-        yield from page.weights()
-
-    received = []
-    with serving(run, page=page._replace(weights=slowly)) as url:
-        fetch = threading.Thread(target=lambda: received.append(HTTP.get(f"{url}/weights").content))
-        fetch.start()
-        assert begun.wait(600)
-        try:
-            with httpx.Client(timeout=60) as other:  # it would wait for the weights
-                answer = other.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
-        finally:
-            enough.set()
-        assert answer.status_code == 200
-        fetch.join()
-    assert len(received[0]) == page.size
-
-
-def test_a_key_locks_all_but_a_name(run: Run):
-    with serving(run, "sesame", page=page_of(run, "sesame")) as url:
-        data = data_of(HTTP.get(url).text)
-        assert data == {"name": "small", "server": {"is_locked": True}}
-        for path in ("page.json", "weights"):
-            assert HTTP.get(f"{url}/{path}").status_code == 401
-            right = {"authorization": "Bearer sesame"}
-            assert HTTP.get(f"{url}/{path}", headers=right).status_code == 200
-            other = right | {"sec-fetch-site": "cross-site"}
-            assert HTTP.get(f"{url}/{path}", headers=other).status_code == 403
+def test_with_a_key_the_page_needs_it_as_a_password(run: Run):
+    with serving(run, "s\u00e9same", page=page_of(run)) as url:
+        refused = HTTP.get(url)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic ")
+        for name, password in (("", "sesame"), ("s\u00e9same", "")):
+            assert HTTP.get(url, auth=(name, password)).status_code == 401
+        for scheme in ("Basic", "Basic %", "Basic c8Opc2FtZQ"):
+            assert HTTP.get(url, headers={"authorization": scheme}).status_code == 401
+        right = httpx.BasicAuth("any", "s\u00e9same")
+        assert b'id="weights"' in HTTP.get(url, auth=right).content
+        assert HTTP.get(f"{url}/v1/models", auth=right).status_code == 200
+        other = {"sec-fetch-site": "cross-site"}  # a browser sends a password on its own
+        assert HTTP.get(f"{url}/v1/models", auth=right, headers=other).status_code == 403
 
 
 # -- in a browser ----------------------------------------------------------------------------------
@@ -197,7 +157,7 @@ def test_a_small_model_runs_in_the_page(run: Run, visit):
         tab.locator("#text").fill(PROMPT)
         tab.get_by_role("button", name="One token").click()
         assert tab.evaluate("continuation.tokens.length") == 1
-        assert tab.locator("#chat, #key:visible").count() == 0  # it has no template, and no key
+        assert tab.locator("#chat").count() == 0  # it has no template
         assert visit.asked == [f"{url}/"]
 
 
@@ -289,113 +249,77 @@ def test_the_server_continues_the_text_of_a_large_model(run: Run, too_large, vis
     with serving(run, page=page_of(run)) as url:
         tab = visit(url)
         tab.locator("#text").fill(PROMPT)
-        wait_until(tab, f"remote.readText === {json.dumps(PROMPT)}")
+        wait_until(tab, f"remote.running === null && remote.text === {json.dumps(PROMPT)}")
+        tokens = run.encode(PROMPT)
         spelled = tab.evaluate("remote.tokens.map((token) => token.spelled)")
-        assert "".join(spelled) == PROMPT
-        assert tab.locator(".first .chip").count() == len(run.encode(PROMPT))
-        assert tab.locator(".first .expected").count() == 10
+        assert spelled == [run.tokenizer.decode([token]) for token in tokens]
+        check_bars(tab, run, tokens)
+        assert tab.locator(".outcome").inner_text() == ""
+        tab.locator(".first .chip").nth(1).click()
+        check_bars(tab, run, tokens[:2])
+        chance = chances_after(run, tokens[:2])[tokens[2]].item()
+        assert percent(tab.locator(".outcome").inner_text()) == pytest.approx(chance, abs=0.006)
         tab.locator("#settings summary").click()
         tab.locator("#seed").fill("5")
         tab.evaluate("data.sample.max_new_tokens = 12")
         tab.get_by_role("button", name="Generate").click()
-        wait_until(tab, "remote.running === null && remote.tokens.some((each) => each.before)")
-        text = alone(run, PROMPT, seed=5, max_new_tokens=12)
-        assert tab.locator("#text").input_value() == PROMPT + text
-        bars = tab.eval_on_selector_all(
-            ".chip", "chips => chips.map((chip) => chip.style.getPropertyValue('--bits'))"
-        )
-        assert max(map(float, bars)) > 1
-        tab.locator(".first .chip").nth(1).click()
-        assert tab.locator(".first .came").count() <= 1
-        before = tab.locator("#text").input_value()
-        tab.get_by_role("button", name="One token").click()
-        wait_until(tab, "remote.running === null")
-        assert tab.locator("#text").input_value().startswith(before)
-        tab.get_by_role("button", name="Take back").click()
-        wait_until(tab, "remote.running === null")
-        assert tab.locator("#text").input_value() == before
+        wait_until(tab, f"remote.running === null && remote.text !== {json.dumps(PROMPT)}")
+        text = PROMPT + alone(run, PROMPT, seed=5, max_new_tokens=12)
+        assert tab.locator("#text").input_value() == text
+        check_bars(tab, run, run.encode(text))
 
 
-def test_its_weights_come_when_they_are_asked_for(run: Run, too_large, visit):
+def percent(text: str) -> float:
+    return float(re.search(r"([\d.]+) %", text)[1]) / 100
+
+
+def check_bars(tab: Any, run: Run, tokens: list[int]) -> None:
+    """The expectation that is shown is the model's, after these tokens."""
+    shown = [percent(each) for each in tab.locator(".bars .number").all_inner_texts()]
+    expected = chances_after(run, tokens).topk(10).values.tolist()
+    assert shown == pytest.approx(expected, abs=0.006)
+
+
+def chances_after(run: Run, tokens: list[int]) -> torch.Tensor:
+    """The probabilities (V,) of the next token."""
+    with torch.no_grad():
+        return run.model(torch.tensor([tokens]))[0, -1].float().softmax(0)
+
+
+def test_a_text_stays_with_the_server_and_not_in_the_box(run: Run, too_large, visit):
     with serving(run, page=page_of(run)) as url:
         tab = visit(url)
-        tab.locator("#text").fill(PROMPT)
-        wait_until(tab, f"remote.readText === {json.dumps(PROMPT)}")
-        assert f"{url}/weights" not in visit.asked
-        tab.get_by_role("button", name="Fetch the weights").click()
-        wait_until(tab, "models.size === 1 && remote.loading === null")
-        tokens = run.encode(PROMPT)
-        logits = "tokens => Array.from(models.get(data.step).forward(tokens))"
-        fetched = tab.evaluate(logits, tokens)
-        assert tab.locator("#text").input_value() == PROMPT
-        assert tab.evaluate("now.tokens") == tokens
-        assert tab.locator("#path").count() == 1
-    with serving(run, page=build_small(run)) as url:
-        assert visit(url).evaluate(logits, tokens) == fetched
+        tab.evaluate("remote.text = 'the\\r\\nquick'; writeBox(remote.text)")
+        tab.locator("#text").press("End")
+        tab.locator("#text").press("s")
+        wait_until(tab, "remote.running === null && remote.text.length === 11")
+        assert tab.evaluate("remote.text") == "the\r\nquicks"
 
 
-def build_small(run: Run) -> ServedPage:
-    return ServedPage(export.build_page(run), b"", 0, None)
-
-
-def test_a_download_can_be_stopped_and_may_fail(run: Run, too_large, visit):
+def test_a_tokenizer_that_the_page_cannot_run_stays_with_the_server(run: Run, visit):
+    tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
+    run = Run(run.path, run.config, tokenizer, run.model, run.state)
     with serving(run, page=page_of(run)) as url:
         tab = visit(url)
-        tab.route("**/weights", lambda route: None)
-        tab.get_by_role("button", name="Fetch the weights").click()
-        wait_until(tab, "remote.loading !== null")
-        tab.locator("#look").get_by_role("button", name="Stop").click()
-        wait_until(tab, "remote.loading === null")
-        assert tab.locator("#look .problem").inner_text() == ""
-        tab.unroute("**/weights")
-        tab.route("**/weights", lambda route: route.fulfill(body="short"))
-        tab.get_by_role("button", name="Fetch the weights").click()
-        wait_until(tab, "remote.loading === null && remote.lookProblem !== ''")
-        assert tab.locator("#look .problem").is_visible()
-        assert tab.get_by_role("button", name="Generate").is_enabled()
+        wait_until(tab, "remote.running === null && remote.next.length > 0")
 
 
-@pytest.mark.parametrize("reason", ["size", "tokenizer"])
-def test_what_a_browser_cannot_run_is_for_the_terminal(
-    run: Run, too_large, visit, monkeypatch, reason
-):
-    if reason == "size":
-        monkeypatch.setattr(served, "MAX_BROWSER_WEIGHTS", 1000)
-    else:
-        tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
-        run = Run(run.path, run.config, tokenizer, run.model, run.state)
-    with serving(run, page=page_of(run)) as url:
-        assert HTTP.get(f"{url}/weights").status_code == 404
-        tab = visit(url)
-        look = tab.locator("#look")
-        assert "gptmini inspect small" in look.inner_text()
-        assert look.locator("button").count() == 0
-        wait_until(tab, "remote.readText === ''")
-
-
-def test_a_key_is_asked_for_and_then_all_is_there(talking: Run, visit):
-    with serving(talking, "sesame", page=page_of(talking, "sesame")) as url:
-        tab = visit(url)
-        tab.locator("#key input").fill("wrong")
-        tab.locator("#key input").press("Enter")
-        wait_until(tab, "keyAsked?.isWrong")
-        tab.locator("#key input").fill("sesame")
-        tab.get_by_role("button", name="Use it").click()
-        wait_until(tab, "models.size === 1 && remote.loading === null")
+def test_a_browser_asks_for_the_key_and_then_all_is_there(talking: Run, browser: Any):
+    with serving(talking, "sesame", page=page_of(talking)) as url:
+        context = browser.new_context(http_credentials={"username": "", "password": "sesame"})
+        tab = context.new_page()
+        tab.goto(url)
         assert tab.locator(".first .chip").count() > 5
-        assert not tab.locator("#key").is_visible()
         tab.locator("#message").fill("Hi")
         tab.locator("#message").press("Enter")
         wait_until(tab, "chat.running === null && chat.messages.length === 2")
-    assert all("401" in each for each in visit.wrong)
-    assert len(visit.wrong) == 2
-    visit.wrong.clear()
+        context.close()
 
 
 @pytest.mark.parametrize("is_large", [False, True])
 def test_hostile_names_and_messages_run_nothing(talking: Run, visit, monkeypatch, is_large: bool):
     if is_large:
-        monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
+        monkeypatch.setattr(export, "MAX_PAGE_BYTES", 1000)
     name = re.sub("[/\0\ud800]", "_", HOSTILE)  # the rest may be in the name of a folder
     run = Run(Path("runs") / name, talking.config, talking.tokenizer, talking.model, talking.state)
     evil = "<script>alert(2)</script><img src=x onerror=alert(3)>"
@@ -412,7 +336,7 @@ def test_hostile_names_and_messages_run_nothing(talking: Run, visit, monkeypatch
         wait_until(tab, "chat.running === null && chat.messages.length === 2")
         tab.locator("#text").fill(evil)
         if is_large:
-            wait_until(tab, f"remote.readText === {json.dumps(evil)}")
+            wait_until(tab, f"remote.text === {json.dumps(evil)} && remote.running === null")
         assert tab.locator(".message > div").all_inner_texts()[1] == evil
         assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
         assert tab.evaluate("document.scripts.length") == scripts
@@ -422,7 +346,7 @@ def test_hostile_names_and_messages_run_nothing(talking: Run, visit, monkeypatch
 @pytest.mark.parametrize("is_large", [False, True])
 def test_it_fits_a_phone_and_speaks_chinese(talking: Run, visit, monkeypatch, is_large: bool):
     if is_large:
-        monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
+        monkeypatch.setattr(export, "MAX_PAGE_BYTES", 1000)
     with serving(talking, page=page_of(talking)) as url:
         tab = visit(url)
         tab.locator("#message").fill("x" * 300)
@@ -438,6 +362,4 @@ def test_it_fits_a_phone_and_speaks_chinese(talking: Run, visit, monkeypatch, is
         tab.evaluate("startChat()")
         words = re.findall(r"[A-Za-z]{4,}", tab.locator("#chat").inner_text())
         assert set(words) <= {"Enter", "Shift"}
-        if is_large:
-            assert re.findall(r"[A-Za-z]{4,}", tab.locator("#look").inner_text()) == []
     visit.wrong.clear()  # what the browser says of status 413
