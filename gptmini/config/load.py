@@ -18,6 +18,7 @@ from gptmini.config import yamlfile
 from gptmini.config.aliases import ALIASES
 from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
+from gptmini.console import quote
 from gptmini.errors import ConfigError, shorten
 
 # The command line's --minutes decides these anew, whatever the file says.
@@ -158,7 +159,7 @@ def find_request(run: Path) -> Path:
     if not file.is_file():
         raise ConfigError(
             f"{run}: imported, or of an older version, so it cannot be resumed; begin a new run "
-            f"with --from {run}"
+            f"with --from {quote(run)}"
         )
     return file
 
@@ -225,7 +226,7 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         kind = "setting" if len(path) > 1 or find_remedy(path[0]) else "section"
         yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
-        value = _format_value(mistake["input"], kind)
+        value = _format_wrong(mistake["input"], kind)
         yield f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
 
 
@@ -241,13 +242,16 @@ def _describe_expected(mistake: Any) -> str:
     return ERROR_MESSAGES[kind].format(**limits)
 
 
-def _format_value(value: Any, kind: str) -> str:
-    """Format a wrong value as YAML has it; `kind` is the type of pydantic's error."""
+def _format_wrong(value: Any, kind: str) -> str:
+    """Format a wrong value, text in quotes; `kind` is the type of pydantic's error."""
     if isinstance(value, float) and not kind.startswith("int"):
         return f"{value:.16g}"  # -1, as it was typed, not -1.0
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return repr(value)
+    return repr(value) if isinstance(value, str) else format_value(value)
+
+
+def format_value(value: Any) -> str:
+    """Format a value as YAML has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _locate(path: KeyPath, origins: Origins) -> str:

@@ -48,8 +48,6 @@ class Plan:
 
     text_size: how long the text is, in rows of this configuration.
     step_time: that of a step in which one process makes all passes, if choosing the sizes found it.
-    seconds_per_step: what a step was measured to take, if one was measured.
-    compile_outcome: what came of trying torch.compile, in words.
     """
 
     request: Request
@@ -58,5 +56,3 @@ class Plan:
     text_size: TextSize
     machine: Machine
     step_time: StepTime | None = None
-    seconds_per_step: float | None = None
-    compile_outcome: str = ""

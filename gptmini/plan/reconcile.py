@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptmini.config.load import SET_BY_MINUTES, iter_settings
+from gptmini.config.load import SET_BY_MINUTES, format_value, iter_settings
 from gptmini.config.settings import Config
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
@@ -161,8 +161,9 @@ def check_same_request(
         is_same = asked_now.get(key) == asked_before.get(key) or now[key] == before[key]
         if may_change or is_same:
             continue
-        was = asked_before.get(key, before[key])
-        lines.append(f"{key}: {_say(was)} in {run.path}, now {_say(asked_now.get(key))}")
+        was = format_value(asked_before.get(key, before[key]))
+        is_now = format_value(asked_now[key]) if key in asked_now else "not set"
+        lines.append(f"{key}: {was} in {run.path}, now {is_now}")
     if lines:
         raise ConfigError(
             *lines, f"{run.path}: holds a run with other settings; choose another --out"
@@ -177,10 +178,6 @@ def _collect_stated(config: Config) -> dict[str, Any]:
         if not attrgetter(section)(config).leaves_open(name):
             stated[key] = value
     return stated
-
-
-def _say(value: object) -> str:
-    return "not set" if value is None else str(value)
 
 
 # -- runs to be compared ---------------------------------------------------------------------------
@@ -265,8 +262,8 @@ def inherit_model(requested: Config, trained: Config) -> Config:
             continue
         advice = ADVICE.get(key, "leave it out")
         lines.append(
-            f"{key}: {_format_yaml(value)}, but {requested.base.run} has "
-            f"{_format_yaml(trained_values[key])}; {advice}"
+            f"{key}: {format_value(value)}, but {requested.base.run} has "
+            f"{format_value(trained_values[key])}; {advice}"
         )
     if lines:
         raise ConfigError(*lines)
@@ -277,12 +274,3 @@ def inherit_model(requested: Config, trained: Config) -> Config:
     changed = {"attention": attention, "dropout": requested.model.dropout}
     model = trained.model.model_copy(update=changed)
     return requested.model_copy(update={"model": model, "tokenizer": trained.tokenizer})
-
-
-def _format_yaml(value: Any) -> str:
-    """Format a value as YAML writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
-from gptmini.console import say_header, warn
+from gptmini.console import format_count, format_duration, say_header, warn
 from gptmini.data.corpus import FoundText, TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
-from gptmini.machine import keep_freed_memory, pick_compute
+from gptmini.machine import keep_freed_memory, pick_compute, release_freed_memory
 from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.plan import Plan, Request
@@ -205,7 +205,7 @@ def settle(request: Request, corpus: Corpus, machine: Machine, *, dry_run: bool 
     plan = replace(plan, config=revalidate(plan.config))  # before a model may be compiled
     if not dry_run:
         plan = settle_compile(plan)
-    machine.release_memory()
+    release_freed_memory(machine.compute.device)  # of the models that were timed
     return plan
 
 
@@ -286,10 +286,9 @@ def settle_compile(plan: Plan) -> Plan:
     was_tried = existing is not None and train.compile == existing.train.compile != "auto"
     if was_tried or (train.shard and plan.machine.world_size > 1):
         return plan
-    trial = try_compile(plan.config, plan.machine, plan.step_time)
-    return replace(
-        plan,
-        config=plan.config.with_train(compile="on" if trial.compiled else "off"),
-        seconds_per_step=trial.seconds_per_step,
-        compile_outcome=trial.outcome,
-    )
+    compiled, step_time = try_compile(plan.config, plan.machine, plan.step_time)
+    if step_time is not None and not plan.request.steps_follow_minutes:
+        seconds = train.steps * (step_time.passes + step_time.update)
+        steps = format_count(train.steps, "step")
+        say_header(f"  time      about {format_duration(max(1, seconds))} for {steps}")
+    return replace(plan, config=plan.config.with_train(compile="on" if compiled else "off"))

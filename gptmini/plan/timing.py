@@ -7,20 +7,14 @@ thrown away, so measuring never touches the run.
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.console import say, show_elapsed, warn
+from gptmini.console import say, say_header, show_elapsed, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
-from gptmini.machine import (
-    Compute,
-    estimate_training_bytes,
-    find_compiler,
-    get_total_memory,
-    release_freed_memory,
-)
+from gptmini.machine import Compute, estimate_training_bytes, find_compiler, get_total_memory
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import (
@@ -49,23 +43,6 @@ class StepTime:
 
     passes: float
     update: float
-
-
-class CompileTrial(NamedTuple):
-    """The outcome of trying torch.compile: whether to use it, a step's time that way, and why.
-
-    `step_time` is None if no step was timed; `outcome` is in words, empty if there is no news.
-    """
-
-    compiled: bool
-    step_time: StepTime | None = None
-    outcome: str = ""
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        if self.step_time is None:
-            return None
-        return self.step_time.passes + self.step_time.update
 
 
 @dataclass(frozen=True)
@@ -98,6 +75,7 @@ class Machine:
     def has_compiler(self) -> bool:
         return has_compiler()
 
+    @show_elapsed("timing a step")
     def time_step(
         self,
         config: Config,
@@ -105,15 +83,51 @@ class Machine:
         compiled: bool = False,
         limit: float = math.inf,
         exact_from: float = math.inf,
-    ) -> "StepTime":
-        """Time a step in which one process makes all passes: see the function `time_step`."""
-        return time_step(
-            config, self.compute, compiled=compiled, limit=limit, exact_from=exact_from
-        )
+    ) -> StepTime:
+        """Time a step of a new model on dummy tokens, in which one process makes all passes.
 
-    def release_memory(self) -> None:
-        """Give back what the device keeps of the models that were timed."""
-        release_freed_memory(self.compute.device)
+        The first pass allocates and is not counted. After `limit` seconds nothing is repeated: the
+        first pass and update may then be all there is. A run whose passes take `exact_from` seconds
+        by the first one has no limit.
+        """
+        timing_started = time.perf_counter()
+        compute = self.compute
+        with compute.enter_training():
+            train = config.train
+            size = train.micro_batch_size or choose_micro_batch_size(config, self)
+            model = GPT(config.model).to(compute.device).train()
+            model.gradient_checkpointing = train.gradient_checkpointing
+            if compiled:
+                compile_blocks(model)
+            compute_loss = create_loss(model, compute.device)
+            tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
+            passes = []
+            for _ in range(3):
+                started = time.perf_counter()
+                with compute.autocast():
+                    mean = compute_loss(tokens, tokens)
+                mean.backward()
+                compute.synchronize()
+                passes.append(time.perf_counter() - started)
+                if passes[0] * train.batch_size / size * train.steps >= exact_from:
+                    limit = math.inf
+                if time.perf_counter() - timing_started > limit:
+                    break
+            if compiled and not has_finite_gradients(model):
+                raise ArithmeticError("compiled code computes gradients that are not finite")
+            optimizer = Optimizer(model, train, compute.dtype)
+            updates = []
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+                started = time.perf_counter()
+                optimizer.step(train.lr)
+                compute.synchronize()
+                updates.append(time.perf_counter() - started)
+                if time.perf_counter() - timing_started > limit:
+                    break
+        fastest_pass = min(passes[1:] or passes)
+        return StepTime(fastest_pass * train.batch_size / size, min(updates))
 
     def check_memory(self, parameters: int, sharded: bool = False) -> None:
         """MachineError if what training holds at least, besides activations, cannot fit."""
@@ -229,59 +243,6 @@ def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> C
 # -- the time of a step ----------------------------------------------------------------------------
 
 
-@show_elapsed("timing a step")
-def time_step(
-    config: Config,
-    compute: Compute,
-    repeats: int = 3,
-    compiled: bool = False,
-    limit: float = math.inf,
-    exact_from: float = math.inf,
-) -> StepTime:
-    """Time steps of a new model on dummy tokens; the first pass allocates and is not counted.
-
-    After `limit` seconds nothing is repeated: the first pass and update may then be all there is.
-    A run whose passes take `exact_from` seconds by the first one has no limit.
-    """
-    timing_started = time.perf_counter()
-    with compute.enter_training():
-        train = config.train
-        size = train.micro_batch_size or choose_micro_batch_size(config, Machine(compute))
-        model = GPT(config.model).to(compute.device).train()
-        model.gradient_checkpointing = train.gradient_checkpointing
-        if compiled:
-            compile_blocks(model)
-        compute_loss = create_loss(model, compute.device)
-        tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
-        passes = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            with compute.autocast():
-                mean = compute_loss(tokens, tokens)
-            mean.backward()
-            compute.synchronize()
-            passes.append(time.perf_counter() - started)
-            if passes[0] * train.batch_size / size * train.steps >= exact_from:
-                limit = math.inf
-            if time.perf_counter() - timing_started > limit:
-                break
-        if compiled and not has_finite_gradients(model):
-            raise ArithmeticError("compiled code computes gradients that are not finite")
-        optimizer = Optimizer(model, train, compute.dtype)
-        updates = []
-        for _ in range(3):
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 1e-3)
-            started = time.perf_counter()
-            optimizer.step(train.lr)
-            compute.synchronize()
-            updates.append(time.perf_counter() - started)
-            if time.perf_counter() - timing_started > limit:
-                break
-    fastest_pass = min(passes[1:] or passes)
-    return StepTime(fastest_pass * train.batch_size / size, min(updates))
-
-
 def has_finite_gradients(model: GPT) -> bool:
     """Check that a pass left no infinity and no NaN, as miscompiled kernels may."""
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -376,15 +337,18 @@ def has_compiler() -> bool:
     return find_compiler("g++", "clang++", "cl") is not None
 
 
-def try_compile(config: Config, machine: Machine, eager: StepTime | None = None) -> CompileTrial:
-    """Try torch.compile on the rows of one process if that may pay, and keep the faster way.
+def try_compile(
+    config: Config, machine: Machine, eager: StepTime | None = None
+) -> tuple[bool, StepTime | None]:
+    """Try torch.compile on the rows of one process if that may pay, and say which way is faster.
 
-    A step without compiling is timed unless its time is known, as `eager`, in which one process
-    makes all passes. Raises MachineError if `train.compile` is on and compiling fails.
+    Returns whether to use it, and the time of a step that way, if one was timed. A step without
+    compiling is timed unless its time is known, as `eager`, in which one process makes all passes.
+    Raises MachineError if `train.compile` is on and compiling fails.
     """
     setting = config.train.compile
     if setting == "off" or (setting == "auto" and not machine.has_compiler()):
-        return CompileTrial(compiled=False)
+        return False, None
     share = config.with_train(batch_size=config.train.batch_size // machine.world_size)
     if eager is not None:
         eager = StepTime(eager.passes / machine.world_size, eager.update)
@@ -396,7 +360,7 @@ def try_compile(config: Config, machine: Machine, eager: StepTime | None = None)
     if share.train.minutes is not None:  # their steps are a guess until some have been made
         seconds = min(seconds, machine.get_seconds_left(share.train.minutes))
     if not is_worth_compiling(share, seconds, machine):
-        return CompileTrial(compiled=False, step_time=eager)
+        return False, eager
     say("  timing a compiled model; this can take half a minute ...")
     try:
         compiled = machine.time_step(share, compiled=True)
@@ -406,9 +370,11 @@ def try_compile(config: Config, machine: Machine, eager: StepTime | None = None)
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if setting == "on":
             raise MachineError(f"train.compile: {reason}; use auto or off") from None
-        return CompileTrial(False, eager, f"compile failed ({reason})")
-    if setting == "auto" and compiled.passes > eager.passes:
-        outcome = f"not compiled: {eager.passes:.3f} s/step, {compiled.passes:.3f} compiled"
-        return CompileTrial(False, eager, outcome)
-    outcome = f"{compiled.passes:.3f} s/step instead of {eager.passes:.3f}"
-    return CompileTrial(True, compiled, outcome)
+        say_header(f"  compile   off: it failed ({reason})")
+        return False, eager
+    pays = setting == "on" or compiled.passes <= eager.passes
+    say_header(
+        f"  compile   {'on' if pays else 'off'}: {compiled.passes:.3f} s/step compiled, "
+        f"{eager.passes:.3f} without"
+    )
+    return pays, compiled if pays else eager

@@ -4,7 +4,7 @@ import signal
 import statistics
 
 from gptmini.config.settings import Config
-from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
+from gptmini.console import format_bytes, format_count, say_header, warn
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
@@ -86,7 +86,6 @@ def _describe_recipe(training: Training) -> str:
 def _describe_machine(training: Training) -> str:
     train = training.config.train
     progress = training.progress
-    outcome = training.plan.compile_outcome
     parts = [
         f"  machine   {progress.device}, {format_count(progress.threads, 'thread')}, "
         f"{progress.dtype}",
@@ -97,9 +96,7 @@ def _describe_machine(training: Training) -> str:
     if training.group.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
     if train.compile == "on":
-        parts.append(f"compile on: {outcome}" if outcome else "compile on")
-    elif outcome:
-        parts.append(outcome)
+        parts.append("compile on")
     return "; ".join(parts)
 
 
@@ -121,9 +118,6 @@ def _describe_length(training: Training) -> str:
     )
     if training.step:
         line += f"; resuming after step {training.step:,}"
-    if training.plan.seconds_per_step is not None and training.step < train.steps:
-        seconds_left = (train.steps - training.step) * training.plan.seconds_per_step
-        line += f"; about {format_duration(max(1, seconds_left))} left"
     return line
 
 

@@ -30,7 +30,7 @@ from bench.results import SHAKESPEARE, Extent, Table, check_text
 from gptmini.config.load import find_config_file, load_config
 from gptmini.machine import keep_freed_memory, pick_compute
 from gptmini.plan.cost import count_training_flops
-from gptmini.plan.timing import time_step
+from gptmini.plan.timing import Machine
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
 LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256
@@ -246,7 +246,7 @@ def measure_share(runs: Runs, tables: Tables, extent: Extent) -> None:
         work = count_training_flops(full.model, full.seq_len) * full.train.batch_size * full.seq_len
         tables.work.append(row, "product", reached / 1e9)
         for name in ("eager",) if trial else ("eager", "compiled"):
-            timed = time_step(full, compute, 1 if trial else 4, name == "compiled")
+            timed = Machine(compute).time_step(full, compiled=name == "compiled")
             seconds = timed.passes + timed.update
             tables.seconds.append(row, name, seconds)
             tables.work.append(row, name, work / seconds / 1e9)

@@ -49,8 +49,6 @@ def plan_on_all_ranks(
             "config": plan.config.model_dump(),
             "existing": None if existing is None else existing.model_dump(),
             "tokenizer": plan.corpus.tokenizer.to_json(),
-            "seconds_per_step": plan.seconds_per_step,
-            "compile_outcome": plan.compile_outcome,
         }
 
     planned = group.on_rank_zero(plan_as_json)
@@ -73,8 +71,6 @@ def plan_on_all_ranks(
         corpus=corpus,
         text_size=measure_corpus(config, corpus),
         machine=Machine(compute, group.world_size, started),
-        seconds_per_step=planned["seconds_per_step"],
-        compile_outcome=planned["compile_outcome"],
     )
 
 

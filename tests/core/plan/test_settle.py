@@ -181,13 +181,14 @@ def test_a_resumed_run_adds_gradients_as_it_did(
     assert new.config.train.reduce != reduce
 
 
-def test_what_compiling_brought_is_in_the_plan(text_file: Path, tmp_path: Path):
+def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys):
     machine = FakeMachine(step=taking(2.0, 1.0), compiler=True)
     config = tiny(data={"path": str(text_file)}, train={"steps": 100})
     plan = make_plan(config, None, tmp_path / "cache", machine=machine)
     assert plan.config.train.compile == "on"
-    assert plan.seconds_per_step == 1.0
-    assert plan.compile_outcome == "1.000 s/step instead of 2.000"
+    said = capsys.readouterr().err
+    assert "  compile   on: 1.000 s/step compiled, 2.000 without\n" in said
+    assert "  time      about 1:40 for 100 steps\n" in said
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(text_file: Path, tmp_path: Path):

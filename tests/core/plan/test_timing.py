@@ -15,7 +15,7 @@ from gptmini.errors import MachineError
 from gptmini.machine import release_freed_memory
 from gptmini.model import gpt, kernels
 from gptmini.model.gpt import GPT
-from gptmini.plan import cost, estimates, timing
+from gptmini.plan import cost, estimates, settle, timing
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
@@ -108,7 +108,7 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     config = tiny().with_tokenizer("byte", 257)
-    assert timing.time_step(config, CPU, limit=limit).passes == 1
+    assert timing.Machine(CPU).time_step(config, limit=limit).passes == 1
     assert made == passes
 
 
@@ -135,8 +135,8 @@ def test_only_a_run_that_may_be_compiled_is_timed_for_long(
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(timing, "compile_blocks", lambda _: made.append("compiled"))
     config = tiny(train={"steps": steps, "compile": compile_setting, "micro_batch_size": 4})
-    trial = timing.try_compile(config.with_tokenizer("byte", 257), timing.Machine(CPU))
-    assert trial.step_time == timing.StepTime(3.0, 0.0)
+    _, timed = timing.try_compile(config.with_tokenizer("byte", 257), timing.Machine(CPU))
+    assert timed == timing.StepTime(3.0, 0.0)
     eager = made[: made.index("compiled")] if "compiled" in made else made
     assert len(eager) == eager_passes
     assert ("compiled" in made) == (eager_passes == 3)
@@ -157,7 +157,7 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
     for size in (1, 2, 6):
         train = {"batch_size": 6, "micro_batch_size": size}
         config = tiny(train=train).with_tokenizer("byte", 257)
-        assert timing.time_step(config, CPU) == timing.StepTime(6.0, 0.0)
+        assert timing.Machine(CPU).time_step(config) == timing.StepTime(6.0, 0.0)
 
 
 def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
@@ -183,7 +183,7 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
     monkeypatch.setattr(torch.accelerator, "empty_cache", empty)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: calls.append("reset"))
     monkeypatch.setattr(
-        timing.Machine, "release_memory", lambda _: release_freed_memory(torch.device("cuda"))
+        settle, "release_freed_memory", lambda _: release_freed_memory(torch.device("cuda"))
     )
     settings = {"compile": "on", "micro_batch_size": 4}
     gc.disable()  # it might happen to run in time
@@ -197,7 +197,7 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
 def test_a_step_that_was_timed_is_not_timed_again():
     known = timing.StepTime(0.1, 0.0)
     config = tiny(train={"steps": 100})
-    assert timing.try_compile(config, FakeMachine(compiler=True), known) == (False, known, "")
+    assert timing.try_compile(config, FakeMachine(compiler=True), known) == (False, known)
 
 
 @pytest.mark.parametrize(
@@ -220,23 +220,23 @@ def test_blocks_are_compiled_if_it_pays(requested, seconds, compiled):
 def test_compiling_is_not_tried_where_it_takes_what_is_left_of_the_minutes():
     machine = FakeMachine(step=taking(2.0), compiler=True)
     config = tiny(train={"minutes": 1.0, "steps": 100}).with_tokenizer("byte", 257)
-    assert not timing.try_compile(config, machine).compiled
+    assert not timing.try_compile(config, machine)[0]
     assert len(machine.timed) == 1
 
 
-def test_compiling_is_tried_on_the_rows_of_one_process():
+def test_compiling_is_tried_on_the_rows_of_one_process(capsys):
     config = tiny(train={"batch_size": 12, "steps": 100})
     slow = FakeMachine(world_size=4, step=taking(2.0, 1.0), compiler=True)
-    trial = timing.try_compile(config, slow)
-    assert [timed.train.batch_size for timed in slow.timed] == [3, 3]
-    assert trial.step_time == timing.StepTime(1.0, 0.0)
+    _, timed = timing.try_compile(config, slow)
+    assert [share.train.batch_size for share in slow.timed] == [3, 3]
+    assert timed == timing.StepTime(1.0, 0.0)
     known = FakeMachine(world_size=4, step=taking(1.0), compiler=True)
-    trial = timing.try_compile(config, known, timing.StepTime(8.0, 1.0))  # of all passes
-    assert [timed.train.batch_size for timed in known.timed] == [3]
-    assert trial.outcome == "1.000 s/step instead of 2.000"
+    timing.try_compile(config, known, timing.StepTime(8.0, 1.0))  # of all passes
+    assert [share.train.batch_size for share in known.timed] == [3]
+    assert "  compile   on: 1.000 s/step compiled, 2.000 without\n" in capsys.readouterr().err
 
 
-def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkeypatch):
+def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkeypatch, capsys):
     def broken(*_: Any) -> float:
         raise RuntimeError("no C++ compiler\nand a long story")
 
@@ -244,15 +244,15 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
     monkeypatch.setattr(estimates, "CPU", replace(estimates.CPU, min_seconds_to_compile=0))
-    compiled, timed, outcome = timing.try_compile(config, timing.Machine(CPU))
+    compiled, timed = timing.try_compile(config, timing.Machine(CPU))
     assert not compiled
     assert timed is not None
-    assert outcome == "compile failed (no C++ compiler)"
+    assert "  compile   off: it failed (no C++ compiler)\n" in capsys.readouterr().err
     with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
         timing.try_compile(config.with_train(compile="on"), timing.Machine(CPU))
 
 
-def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch):
+def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch, capsys):
     def spoil(model: GPT) -> None:
         weight = model.blocks[0].attn.k_proj.weight
         weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
@@ -260,9 +260,8 @@ def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch):
     monkeypatch.setattr(timing, "compile_blocks", spoil)
     monkeypatch.setattr(timing, "is_worth_compiling", lambda *_: True)
     config = tiny(train={"compile": "auto"}).with_tokenizer("byte", 257)
-    compiled, _, outcome = timing.try_compile(config, timing.Machine(CPU))
-    assert not compiled
-    assert "gradients" in outcome
+    assert not timing.try_compile(config, timing.Machine(CPU))[0]
+    assert "gradients" in capsys.readouterr().err
     with pytest.raises(MachineError, match=r"train\.compile"):
         timing.try_compile(config.with_train(compile="on"), timing.Machine(CPU))
 
