@@ -13,15 +13,16 @@ from gptmini.extras.page.export import export_page
 from gptmini.generate.run import load_run
 
 ROOT = Path(__file__).parents[1]
-PROMPT = "The class statement is defined by the object. The class"
+PROMPT = "The class is defined in the class"
 WIDTH = 1180  # pixels
 
 
 def draw_page(page: Path, folder: Path) -> None:
     """Draw the first screen of a page, and the path with the station of an induction head open."""
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"))
-        tab = browser.new_page(viewport={"width": WIDTH, "height": 860}, locale="en")
+        chromium = shutil.which("chromium") or shutil.which("chromium-headless-shell")
+        browser = driver.chromium.launch(executable_path=chromium)
+        tab = browser.new_page(viewport={"width": WIDTH, "height": 700}, locale="en")
         tab.goto(page.absolute().as_uri())
         tab.screenshot(path=folder / "front.png")
         tab.set_viewport_size({"width": WIDTH, "height": 1120})

@@ -88,6 +88,45 @@ function makeSignedBar(number, scale) {
   return make("span.bar.signed", {}, make(`i.${sign}`, { style }));
 }
 
+/** Rows of label, bar and number. */
+function makeBars(rows) {
+  return make(
+    "div.bars",
+    {},
+    rows.map(([name, bar, number]) =>
+      make("div", {}, make("span", {}, name), bar, make("span.number", {}, number)),
+    ),
+  );
+}
+
+/** A row of a table: its name is a button, and pressing any of it chooses the row. */
+function makeRow(id, name, cells, isChosen, choose) {
+  const options = { "data-focus": id, "aria-pressed": String(isChosen) };
+  return make(
+    isChosen ? "tr.at" : "tr",
+    { onclick: choose },
+    make("th", { scope: "row" }, make("button.plain", options, name)),
+    cells.map((cell) => make("td", {}, cell)),
+  );
+}
+
+/** A table of such rows in a box that scrolls sideways, and says so where it does. */
+function makeTable(name, columns, rows) {
+  const heading = columns.map((column) => make("th", { scope: "col" }, column));
+  const table = make(
+    `table.${name}`,
+    {},
+    make("thead", {}, make("tr", {}, heading)),
+    make("tbody", {}, rows),
+  );
+  const hint = make("p.hint", {}, say("tableScroll"));
+  const box = make("div.scroll", { tabindex: 0, "data-focus": name, "data-scroll": name }, table);
+  new ResizeObserver(() => {
+    hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
+  }).observe(box);
+  return make("div", {}, hint, rove(box));
+}
+
 /** The numbers of a vector as bars around zero; a bar of full height is `scale`. */
 function drawVector(vector, scale) {
   const bars = Array.from(vector, (x, i) => {
@@ -232,4 +271,31 @@ function handleKeys(event, steps, go) {
   if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   go(steps[event.key]);
+}
+
+/** Make one tab stop of the buttons in a group: keys move between them, and `choose` each. */
+function rove(group, choose = null) {
+  const buttons = Array.from(group.querySelectorAll("button"));
+  const chosen = buttons.find((button) => button.getAttribute("aria-pressed") === "true");
+  for (const button of buttons) button.tabIndex = button === (chosen ?? buttons[0]) ? 0 : -1;
+  group.onkeydown = (event) => {
+    const here = buttons.indexOf(event.target);
+    if (here < 0) return;
+    const last = buttons.length - 1;
+    const steps = {
+      ArrowLeft: -1,
+      ArrowUp: -1,
+      ArrowRight: 1,
+      ArrowDown: 1,
+      Home: -last,
+      End: last,
+    };
+    handleKeys(event, steps, (step) => {
+      const button = buttons[Math.min(last, Math.max(0, here + step))];
+      for (const each of buttons) each.tabIndex = each === button ? 0 : -1;
+      button.focus();
+      choose?.(button);
+    });
+  };
+  return group;
 }

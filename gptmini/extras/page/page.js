@@ -12,6 +12,8 @@ const state = {
   sample: null,
   place: null, // the selected token; null: the last, also of a text that grows
   station: "tokens",
+  layer: 0, // drawn large in the path
+  opened: null, // the step of the station
   head: 0, // shown in the stations of attention,
   headLayer: null, // of this layer, if one was chosen
   key: null, // null: the strongest
@@ -96,8 +98,18 @@ function compute() {
     before: rowsBefore && new Map(rowsBefore.map((row) => [row.token, row.probability])),
     target: next ?? (rowsBefore ?? rows)?.[0].token ?? findLargest(entry.logits),
     heads: () => (heads ??= summarizeHeads(reader.gpt, readers.whole.record)),
-    evenInduction: () => (even ??= measureEvenInduction(readers.whole.record)),
+    // Without a repetition no head is known by what it does with one.
+    evenInduction: () =>
+      (even ??= repeatsItself(tokens) ? measureEvenInduction(readers.whole.record) : NaN),
   };
+}
+
+/** Whether most of a text's second half stands as far before as the same distance, like "abcabc". */
+function repeatsItself(tokens) {
+  const half = Math.floor(tokens.length / 2);
+  const later = range(half).map((n) => tokens.length - 1 - n);
+  const count = (distance) => later.filter((t) => tokens[t] === tokens[t - distance]).length;
+  return half > 1 && range(half + 1).some((n) => count(n + 1) >= 0.8 * half);
 }
 
 /** Explain what comes after an entry that has `behind` tokens behind it; null if nothing can. */
@@ -253,19 +265,9 @@ function showControls() {
 function showTokens() {
   const nPrompt = now.T - continuation.tokens.length; // tokens before the first drawn one
   const chips = now.tokens.map((token, place) => {
-    const isDrawn = place >= nPrompt;
-    return make(
-      `button.chip${place === now.at ? ".at" : ""}${isDrawn ? ".drawn" : ""}`,
-      {
-        "aria-pressed": String(place === now.at),
-        tabindex: place === now.at ? 0 : -1,
-        title: sayText("inText", { place }),
-        "data-focus": `chip-${place}`,
-        onclick: () => choosePlace(place),
-        onkeydown: moveBetweenTokens,
-      },
-      spellNodes(token),
-    );
+    const chip = makeChip(token, place, "chip", sayText("inText", { place }));
+    if (place >= nPrompt) chip.classList.add("drawn");
+    return chip;
   });
   const special = Object.entries(tokenizer.specialTokens).filter(([, token]) =>
     now.tokens.includes(token),
@@ -283,23 +285,16 @@ function showTokens() {
   ];
   fill(places.tokensHeading, say("tokensHeading", { count: formatCount(now.T) }));
   fill(places.tokens, chips);
+  rove(places.tokens, (chip) => chip.click());
   fill(
     places.tokensHelp,
     notes.filter(Boolean).flatMap((note) => [...note, " "]),
   );
 }
 
-function moveBetweenTokens(event) {
-  const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -now.at, End: now.T };
-  handleKeys(event, steps, (step) => {
-    choosePlace(Math.min(now.T - 1, Math.max(0, now.at + step)));
-    places.tokens.children[now.at].focus();
-  });
-}
-
 /** A slider over a list of values, with its value and a sentence on what it does. */
 function makeSlider(name, values, value, onchange, format) {
-  const output = make("output", {}, format(value));
+  const output = make("output.number", {}, format(value));
   const id = `slider-${name}`;
   const input = make("input", {
     type: "range",
@@ -333,7 +328,7 @@ function makeFilterSlider(name, listed) {
   const format = (each) => (each === null ? sayText("isOff") : String(each));
   const { input, output, id } = makeSlider(name, numbers, value, change, format);
   return make(
-    "div.slider",
+    "div",
     {},
     make("label", { for: id }, say(name), " ", make("small", {}, say(`${name}Help`))),
     input,
@@ -371,7 +366,7 @@ function makeSeedField() {
   });
   input.addEventListener("input", change);
   return make(
-    "div.slider",
+    "div",
     {},
     make("label", { for: "seed" }, say("seed"), " ", make("small", {}, say("seedHelp"))),
     input,
@@ -389,7 +384,7 @@ function listOtherSettings() {
   return [...set.map(([name, value]) => `${name} ${value}`), ...lists.map(([name]) => name)];
 }
 
-/** Links to the parts of the page; those that are closed open. */
+/** Links to the parts of the page, those that are closed open; and how the page is read. */
 function makeNavigation(parts) {
   const all = data.server?.chat ? { chat: "toChat", ...parts } : parts;
   const links = Object.entries(all).map(([id, words]) => {
@@ -401,10 +396,26 @@ function makeNavigation(parts) {
     };
     return make("a", { href: `#${id}`, onclick: open }, say(words));
   });
-  return make("nav", {}, links);
+  const { classList } = document.documentElement;
+  const size = make(
+    "button",
+    {
+      "aria-pressed": String(classList.contains("large")),
+      onclick: () => size.setAttribute("aria-pressed", String(classList.toggle("large"))),
+    },
+    say("large"),
+  );
+  const other = language === "zh" ? "en" : "zh";
+  const switchOver = () => switchLanguage(other);
+  const languages = make(
+    "button",
+    { id: "language", lang: other, onclick: switchOver },
+    LANGUAGES[other],
+  );
+  return make("nav.row", {}, links, make("div.row", {}, size, languages));
 }
 
-/** The name of the run, the languages, and one sentence. */
+/** The name of the run, and one sentence. */
 function makeHeader() {
   document.documentElement.lang = language === "zh" ? "zh-Hans" : "en";
   document.title = `gptmini: ${data.name}`;
@@ -414,22 +425,6 @@ function makeHeader() {
     "header",
     {},
     make("h1", {}, data.name),
-    make(
-      "div.languages",
-      { role: "group" },
-      Object.entries(LANGUAGES).map(([code, name]) =>
-        make(
-          "button",
-          {
-            "aria-pressed": String(code === language),
-            lang: code,
-            "data-focus": `language-${code}`,
-            onclick: () => switchLanguage(code),
-          },
-          name,
-        ),
-      ),
-    ),
     make("p", {}, say(gpt ? "lead" : "leadRemote", { size })),
   );
 }
@@ -449,8 +444,7 @@ function makeSettings() {
       "div",
       {},
       makePlace("filters", "div.removed", { "aria-live": "polite" }),
-      makeFilterSliders(),
-      makeSeedField(),
+      make("div.bars", {}, makeFilterSliders(), makeSeedField()),
       others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
     ),
   );
@@ -539,6 +533,8 @@ function buildPage() {
       make(
         "section.card",
         {},
+        makePlace("expectHeading", "h2"),
+        makePlace("outcome", "p.outcome", { "aria-live": "polite" }),
         makePlace("expect", "div"),
         makeSettings(),
       ),
@@ -558,7 +554,8 @@ function buildPage() {
     fold("kinds", "kindsHeading"),
     fold("cause", "causeHeading"),
     make("footer", {}, say(data.server ? "footServed" : "foot")),
-    makePlace("off", "div.off", { role: "status" }),
+    makePlace("off", "div.off.row", { role: "status" }),
+    makePlace("spoken", "div.spoken", { "aria-live": "polite" }),
   );
 }
 
@@ -568,7 +565,7 @@ function switchLanguage(code) {
     buildPage();
     update();
   } else buildRemotePage();
-  document.querySelector(`[data-focus="language-${code}"]`).focus();
+  document.getElementById("language").focus();
 }
 
 /** Compute and show everything, and leave the focus and what was scrolled where they were. */

@@ -33,6 +33,7 @@ function buildRemotePage() {
   fill(
     document.querySelector("main"),
     makeHeader(),
+    makeNavigation({ top: "toText" }),
     makeChat(),
     make(
       "div.first",
@@ -138,21 +139,14 @@ function showRemote() {
   const at = Math.min(remote.place ?? tokens.length - 1, tokens.length - 1);
   const chips = tokens.map(({ spelled }, place) =>
     make(
-      `button.chip${place === at ? ".at" : ""}`,
-      {
-        "aria-pressed": String(place === at),
-        tabindex: place === at ? 0 : -1,
-        onclick: () => chooseRemotely(place),
-        onkeydown: (event) => {
-          const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -at, End: tokens.length };
-          handleKeys(event, steps, (step) => chooseRemotely(at + step));
-        },
-      },
+      "button.chip",
+      { "aria-pressed": String(place === at), onclick: () => chooseRemotely(place) },
       labelRemote(spelled),
     ),
   );
   fill(places.tokensHeading, say("tokensHeading", { count: formatCount(tokens.length) }));
   fill(places.tokens, chips);
+  rove(places.tokens, (chip) => chip.click());
   const came = tokens[at + 1];
   const token = came && labelRemote(came.spelled);
   const chance = came && formatPercent(Math.exp(came.logprob));
@@ -176,7 +170,7 @@ function showRemote() {
 }
 
 function chooseRemotely(place) {
-  remote.place = Math.min(remote.tokens.length - 1, Math.max(0, place));
+  remote.place = place;
   showRemote();
-  places.tokens.children[remote.place].focus();
+  places.tokens.children[place].focus();
 }

@@ -23,9 +23,8 @@ function makeExpectation() {
   const came = now.rows.find(({ token }) => token === now.next);
   // The row of what came has its place, so that nothing below moves.
   const isApart = came && !rows.includes(came);
-  const cells = rows.map(makeExpectedRow);
   const last = isApart ? makeExpectedRow(came) : make("div.expected.empty", {}, "\u00a0");
-  return make(`div.expectation${now.before === null ? "" : ".changed"}`, {}, cells, last);
+  return make("div.bars", {}, rows.map(makeExpectedRow), last);
 }
 
 function makeExpectedRow({ token, probability, chance, removedBy }) {
@@ -38,18 +37,17 @@ function makeExpectedRow({ token, probability, chance, removedBy }) {
   const classes = [token === now.next ? ".came" : "", removedBy === null ? "" : ".gone"].join("");
   let number = formatPercent(probability);
   if (before !== undefined) number = `${formatPercent(before).replace(" %", "")} → ${number}`;
+  const why = removedBy === null || before !== undefined ? null : make("small", {}, say(removedBy));
   return make(
     `div.expected${classes}`,
     { "data-token": token },
     label(token),
     makeBar(...parts),
-    make("span.number", {}, number),
-    make("small.why", {}, removedBy === null ? "" : say(removedBy)),
+    make("span.number", {}, why, why && " ", make("span", {}, number)),
   );
 }
 
 function showExpectation() {
-  const after = label(now.tokens[now.at]);
   let outcome = say("expectOpen");
   if (now.next !== null && now.rows !== null) {
     const rank = now.rows.findIndex(({ token }) => token === now.next);
@@ -59,10 +57,10 @@ function showExpectation() {
     outcome = say(`finished.${continuation.finishReason}`);
   }
   const { temperature } = state.sample;
+  fill(places.expectHeading, say("expectHeading", { token: label(now.tokens[now.at]) }));
+  fill(places.outcome, outcome);
   fill(
     places.expect,
-    make("h2", {}, say("expectHeading", { token: after })),
-    make("p.outcome", {}, outcome),
     makeExpectation(),
     make(
       "p.note",
@@ -98,11 +96,10 @@ function summarizeFilters() {
 
 // -- the path ------------------------------------------------------------------------------------
 
-/** Ids of all stations, in the order of the path: "embed", "attn:0", … */
+/** Ids of all stations, in the order of the path: "tokens", "embed", "attn:0", "mlp:0", … */
 function listStations() {
-  const ofLayer = ["attnNorm", "attn", "attnAdd", "mlpNorm", "mlp", "mlpAdd"];
-  const layers = range(now.config.n_layer).flatMap((l) => ofLayer.map((name) => `${name}:${l}`));
-  return ["text", "tokens", "embed", ...layers, "finalNorm", "head", "softmax", "draw"];
+  const layers = range(now.config.n_layer).flatMap((layer) => [`attn:${layer}`, `mlp:${layer}`]);
+  return ["tokens", "embed", ...layers, "head", "draw"];
 }
 
 function splitStation(id) {
@@ -110,149 +107,73 @@ function splitStation(id) {
   return { name, layer: layer === undefined ? null : Number(layer) };
 }
 
-const STATION_WORDS = {
-  attnNorm: "norm",
-  mlpNorm: "norm",
-  attn: "attention",
-  attnAdd: "add",
-  mlpAdd: "add",
-};
-
 function nameStation(id) {
   const { name, layer } = splitStation(id);
-  const words = sayText(STATION_WORDS[name] ?? name);
+  const words = sayText(name);
   return layer === null ? words : `${sayText("layerName", { layer })}: ${words}`;
 }
 
-const PATH_WIDTH = 360;
-const STREAM = 34; // where the residual stream runs down
-
+/** The stations as a list: of the layers one is large, and of each other there is a line. */
 function showPath() {
-  const bands = []; // of layers, behind everything
-  const drawing = [];
-  let y = 4;
-  const station = (id, x, width, height, ...children) => {
-    const { name, layer } = splitStation(id);
-    const isOff =
-      layer !== null &&
-      (isLayerOff(state.off, layer) ||
-        (name === "mlp" && isMlpOff(state.off, layer)) ||
-        (name === "attn" && areHeadsOff(layer)));
-    const isRound = name.endsWith("Add");
-    const classes = `${id === state.station ? ".open" : ""}${isOff ? ".off" : ""}`;
-    const outline = isRound
-      ? make("circle", { cx: x + width / 2, cy: y + height / 2, r: height / 2 })
-      : make("rect", { x, y, width, height, rx: 7 });
-    drawing.push(
+  const { layer: open } = splitStation(state.station);
+  if (open !== null) state.layer = open;
+  const large = Math.min(state.layer, now.config.n_layer - 1);
+  const guesses = [];
+  const guess = (stream) => {
+    const place = make("small.guess");
+    guesses.push(() => place.append(sayGuess(stream)));
+    return place;
+  };
+  const station = (id, name, info, isOff = false) =>
+    make(
+      `button.station${isOff ? ".off" : ""}`,
+      {
+        "aria-pressed": String(id === state.station),
+        "data-focus": `station-${id}`,
+        "data-station": id,
+        onclick: () => openStation(id),
+      },
+      make("span", {}, name),
+      info,
+    );
+  const note = (words) => make("small", {}, words);
+  const part = (id, name, layer, isOff) => {
+    const length = formatReal(measureLength(now.entry.layers[layer][name]), 1);
+    return make(
+      "li.part",
+      {},
+      station(id, say("throughNorm", { part: say(name) }), note(say("adds", { length })), isOff),
+    );
+  };
+  const layers = range(now.config.n_layer).map((layer) => {
+    const isOff = isLayerOff(state.off, layer);
+    const name = say("layerName", { layer });
+    const stream = now.entry.layers[layer + 1]?.x ?? now.entry.x;
+    if (layer !== large)
+      return make("li.stream.line", {}, station(`attn:${layer}`, name, guess(stream), isOff));
+    return make(
+      "li.stream.layer",
+      {},
+      make("div", {}, make("b", {}, name), guess(stream)),
       make(
-        `g.station${classes}`,
-        {
-          role: "button",
-          tabindex: id === state.station ? 0 : -1,
-          "aria-label": nameStation(id),
-          "aria-pressed": String(id === state.station),
-          "data-focus": `station-${id}`,
-          "data-station": id,
-          onclick: () => openStation(id),
-          onkeydown: moveBetweenStations,
-        },
-        outline,
-        children,
+        "ol",
+        {},
+        part(`attn:${layer}`, "attn", layer, isOff || areHeadsOff(layer)),
+        part(`mlp:${layer}`, "mlp", layer, isOff || isMlpOff(state.off, layer)),
       ),
     );
-  };
-  const text = (x, dy, content, name = "") => make(`text${name}`, { x, y: y + dy }, content);
-  const line = (d) => drawing.push(make("path.flow", { d }));
-  const guesses = [];
-  const guess = (stream, dy) => {
-    const line = make("text.guess", { x: PATH_WIDTH - 10, y: y + dy, "text-anchor": "end" });
-    drawing.push(line);
-    guesses.push(() => {
-      const probabilities = readEarly(stream);
-      const best = findLargest(probabilities);
-      const spelled = shorten(spellText(best), 9);
-      const chance = formatPercent(probabilities[best]);
-      line.append(sayText("wouldSay", { token: spelled, chance }));
-    });
-  };
-  const wide = (id, info) => {
-    station(
-      id,
-      8,
-      PATH_WIDTH - 16,
-      28,
-      text(STREAM + 20, 19, sayText(splitStation(id).name)),
-      make("text.info", { x: PATH_WIDTH - 18, y: y + 19, "text-anchor": "end" }, info),
-    );
-    y += 38;
-  };
-  const branch = (layer, kind, length) => {
-    // From the stream to the right, through the norm and the part, and back to the sum.
-    line(`M${STREAM} ${y + 13}h32`);
-    station(`${kind}Norm:${layer}`, 66, 62, 26, text(97, 17, sayText("norm"), ".middle"));
-    line(`M128 ${y + 13}h18`);
-    const name = sayText(kind === "attn" ? "attention" : "mlp");
-    const adds = sayText("adds", { length: formatReal(length, 1) });
-    station(
-      `${kind}:${layer}`,
-      146,
-      196,
-      26,
-      text(156, 17, name),
-      make("text.info", { x: 332, y: y + 17, "text-anchor": "end" }, adds),
-    );
-    line(`M180 ${y + 26}v18H${STREAM + 11}`);
-    line(`M${STREAM + 16} ${y + 40}l-5 4 5 4`);
-    y += 34;
-    station(`${kind}Add:${layer}`, STREAM - 10, 20, 20, text(STREAM, 15, "+", ".middle.plus"));
-    y += 28;
-  };
-
-  wide("text", sayText("characters", { count: countText().characters }));
-  wide("tokens", formatCount(now.T));
-  wide("embed", `${now.T} × ${now.config.d_model}`);
-  const start = y - 10;
-  guess(now.entry.layers[0].x, 4);
-  y += 12;
-  for (const layer of range(now.config.n_layer)) {
-    const { attn, mlp } = now.entry.layers[layer];
-    const isOff = isLayerOff(state.off, layer);
-    const box = { x: 4, y: y - 2, width: PATH_WIDTH - 8, height: 140, rx: 10 };
-    bands.push(make(`rect.layer${isOff ? ".off" : ""}`, box));
-    drawing.push(text(PATH_WIDTH - 14, 12, sayText("layerName", { layer }), ".end.caption"));
-    y += 18;
-    branch(layer, "attn", measureLength(attn));
-    branch(layer, "mlp", measureLength(mlp));
-    guess(streamAfter(layer), -13);
-    y += 8;
-  }
-  y += 4;
-  const end = y;
-  wide("finalNorm", "");
-  wide("head", `${formatCount(now.entry.logits.length)} logits`);
-  const top = findLargest(now.entry.logits);
-  const chance = formatPercent(softmax(now.entry.logits)[top]);
-  wide("softmax", `${shorten(spellText(top), 12)} ${chance}`);
-  wide("draw", `seed ${state.sample.seed}`);
-  const links = [32, 70, ...[0, 1, 2].map((n) => end + 28 + 38 * n)].map(
-    (top) => `M${STREAM} ${top}v10`,
+  });
+  const list = make(
+    "ol",
+    { "aria-label": sayText("pathHeading") },
+    make("li", {}, station("tokens", say("tokens"), note(formatCount(now.T)))),
+    make("li.stream", {}, station("embed", say("embed"), guess(now.entry.layers[0].x))),
+    layers,
+    make("li", {}, station("head", say("head"), note(sayTop(softmax(now.entry.logits))))),
+    make("li", {}, station("draw", say("draw"), note(`${sayText("seed")} ${state.sample.seed}`))),
   );
-  const stream = [
-    make("path.flow", { d: links.join("") }),
-    make("path.stream", { d: `M${STREAM} ${start}V${end}` }),
-  ];
-  const options = {
-    viewBox: `0 0 ${PATH_WIDTH} ${y}`,
-    role: "group",
-    "aria-label": sayText("pathHeading"),
-  };
-  const svg = make("svg.drawing", options, bands, stream, drawing);
-  fill(
-    places.path,
-    svg,
-    make("p.note", {}, say("streamHelp", { width: now.config.d_model })),
-    now.config.tie_embeddings ? make("p.note", {}, say("tiedHelp")) : null,
-  );
+  rove(list, (button) => openStation(button.dataset.station, false));
+  fill(places.path, list, make("p.note", {}, say("streamHelp", { width: now.config.d_model })));
   fill(places.pathHelp, say("pathHelp", { token: labelAt(now.at) }));
   writeGuesses(guesses);
 }
@@ -270,6 +191,16 @@ function writeGuesses(guesses) {
   });
 }
 
+/** What the model would say if it ended with this stream (D,): "would say the 12 %". */
+function sayGuess(stream) {
+  return sayText("wouldSay", { top: sayTop(readEarly(stream)) });
+}
+
+function sayTop(probabilities) {
+  const best = findLargest(probabilities);
+  return `${shorten(spellText(best), 10)} ${formatPercent(probabilities[best])}`;
+}
+
 function shorten(text, length) {
   const characters = [...text];
   return characters.length > length ? `${characters.slice(0, length - 1).join("")}…` : text;
@@ -277,17 +208,6 @@ function shorten(text, length) {
 
 function areHeadsOff(layer) {
   return range(now.config.n_head).every((head) => isHeadOff(state.off, layer, head));
-}
-
-function moveBetweenStations(event) {
-  const ids = listStations();
-  const here = ids.indexOf(event.currentTarget.dataset.station);
-  const steps = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1, Enter: 0, " ": 0 };
-  handleKeys(event, steps, (step) => {
-    const id = ids[Math.min(ids.length - 1, Math.max(0, here + step))];
-    openStation(id, step === 0);
-    places.path.querySelector(`[data-station="${id}"]`).focus({ preventScroll: step === 0 });
-  });
 }
 
 /** The open station: name, one plain sentence, what it shows, then shapes, formula and code. */
@@ -307,141 +227,125 @@ function showStation() {
       },
       say(word),
     );
-  const facts = [
-    ["shape", shape],
-    ["formula", formula],
-    ["code", `${code[0]}: ${code[1]}`],
-  ];
+  const facts = { shape, formula, code: `${code[0]}: ${code[1]}` };
   fill(
     places.station,
+    make("h3", {}, nameStation(state.station)),
+    make("p", {}, plain),
+    body,
+    makeStep("facts", say("factsHeading"), () =>
+      make(
+        "dl.facts",
+        {},
+        Object.entries(facts)
+          .filter(([, value]) => value)
+          .map(([key, value]) => [
+            make("dt", {}, say(key)),
+            make("dd", {}, make("code", {}, value)),
+          ]),
+      ),
+    ),
     make(
-      "div.row",
+      "div.row.go",
       {},
       go(-1, "previousStation"),
       make("a.button", { href: "#path" }, say("backToPath")),
       go(1, "nextStation"),
     ),
-    make("h3", {}, nameStation(state.station)),
-    make("p", {}, plain),
-    make(
-      "dl.facts",
-      {},
-      facts
-        .filter(([, value]) => value)
-        .map(([key, value]) => [make("dt", {}, say(key)), make("dd", {}, make("code", {}, value))]),
-    ),
-    body,
   );
+}
+
+/** A step of a station, which is made when it opens. One is open, and stays so at each update. */
+function makeStep(name, title, fill) {
+  const step = makeFold(make("h4", {}, title), fill);
+  step.setAttribute("name", "step");
+  step.firstChild.dataset.focus = `step-${name}`;
+  if (state.opened === name) {
+    step.append(fill());
+    step.open = true;
+  }
+  step.addEventListener("toggle", () => {
+    if (step.open) state.opened = name;
+    else if (step.isConnected && state.opened === name) state.opened = null;
+  });
+  return step;
 }
 
 // -- heads by what they do -----------------------------------------------------------------------
 
 const CLEAR_INDUCTION = 3; // times the weight of a head that looks everywhere alike
 
+/** What a head mostly does on this text, in a few words; "" where nothing stands out. */
+function describeHead(layer, head) {
+  const { previous, first, itself, induction } = now.heads()[layer][head];
+  if (induction > CLEAR_INDUCTION * now.evenInduction()) return sayText("induction");
+  const shares = { previous, first, itself };
+  const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];
+  return share > 0.35 ? sayText(kind) : "";
+}
+
+/** A table with a row for each head and a column for each kind of place that it may look at. */
 function showKinds() {
   if (!places.kinds.parentElement.open) return;
-  const means = now.heads();
-  const heads = means.flatMap((row, layer) => row.map((_, head) => [layer, head]));
-  const kinds = {
-    previous: ([layer, head]) => means[layer][head].previous,
-    first: ([layer, head]) => means[layer][head].first,
-    self: ([layer, head]) => means[layer][head].itself,
-    induction: ([layer, head]) => means[layer][head].induction,
-  };
+  const heads = now
+    .heads()
+    .flatMap((row, layer) => row.map((shares, head) => ({ layer, head, shares })));
   const even = now.evenInduction();
   const repeats = !Number.isNaN(even);
-  const rankBy = (score) => [...heads].sort((a, b) => score(b) - score(a));
-  const cards = Object.entries(kinds).map(([kind, score]) =>
-    make(
-      "div.kind",
-      {},
-      make("h4", {}, say(kind)),
-      make("p.note", {}, say(`${kind}Help`)),
-      kind === "induction" && !repeats
-        ? make("p", {}, say("inductionNowhere"))
-        : makeBars(
-            rankBy(score)
-              .slice(0, 3)
-              .map((head) => [
-                make(
-                  "button.plain.link",
-                  { onclick: () => openHead(...head, true), "data-focus": `${kind}-${head}` },
-                  nameHead(...head),
-                ),
-                makeBar(["solid", score(head)]),
-                formatPercent(score(head)),
-              ]),
-          ),
-      kind === "induction" && repeats
-        ? make("p.note", {}, say("inductionEven", { even: formatPercent(even) }))
-        : null,
+  const kinds = ["previous", "first", "itself", ...(repeats ? ["induction"] : [])];
+  const rows = heads.map(({ layer, head, shares }) =>
+    makeRow(
+      `kinds-${layer}-${head}`,
+      [drawHead(make("canvas.hatched"), layer, head, 64), nameHead(layer, head)],
+      kinds.map((kind) => [makeBar(["solid", shares[kind]]), formatPercent(shares[kind])]),
+      layer === state.headLayer && head === state.head,
+      () => openHead(layer, head, true),
     ),
   );
-  const best = repeats ? rankBy(kinds.induction)[0] : null;
-  const isClear = repeats && kinds.induction(best) > CLEAR_INDUCTION * even;
-  const link = repeats
-    ? make("button.plain.link", { onclick: () => openHead(...best, true) }, nameHead(...best))
-    : null;
+  const best = heads.reduce((a, b) => (b.shares.induction > a.shares.induction ? b : a));
+  const item = [best.layer, best.head];
   fill(
     places.kinds,
     make("p", {}, say("kindsHelp")),
-    make("div.kinds", {}, cards),
-    make("h4", {}, say("tryHeading")),
+    makeTable(
+      "kinds",
+      ["headWord", ...kinds].map((name) => say(name)),
+      rows,
+    ),
+    make("h3", {}, say("tryHeading")),
     make(
       "p",
       {},
       say("tryRepeat"),
-      repeats ? [" ", ...say("trySwitch", { head: link })] : "",
-      repeats && !isClear ? [" ", ...say("inductionNone")] : "",
+      repeats ? [" ", ...say("inductionEven", { even: formatPercent(even) })] : "",
+      repeats ? [" ", ...say("trySwitch", { head: nameHead(...item) })] : "",
     ),
     make(
       "div.row",
       {},
       make("button", { onclick: repeatText, "data-focus": "repeat" }, say("repeat")),
-      repeats
-        ? makeSwitch(isHeadOff(state.off, ...best), "heads", best, "induction-switch")
-        : null,
+      repeats ? makeSwitch(isHeadOff(state.off, ...item), "heads", item, "induction-switch") : null,
     ),
-    showHalves(),
-    make("h4", {}, say("mapsHeading")),
-    make("p.note", {}, say("mapsHelp"), " ", say("mapHelp")),
-    means.map((row, layer) =>
-      make(
-        "div",
-        {},
-        make("small", {}, say("layerName", { layer })),
-        make(
-          "div.tiles",
-          {},
-          row.map((_, head) =>
-            makeHeadTile(layer, head, layer === state.headLayer && head === state.head),
-          ),
-        ),
-      ),
-    ),
+    sayHalves(),
   );
 }
 
 /** How well the model expects each half of the text: the second repeats the first, if it does. */
-function showHalves() {
+function sayHalves() {
   const half = Math.floor(now.T / 2);
   const rate = (entries, from, to) => {
     let sum = 0;
     for (let t = from; t < to; t++) sum += softmax(entries[t - 1].logits)[now.tokens[t]];
-    return sum / (to - from);
+    return formatPercent(sum / (to - from));
   };
   if (half < 2) return null;
-  const rows = [
-    ["firstHalf", 1, half],
-    ["secondHalf", half + 1, now.T],
-  ].map(([name, from, to]) => {
-    const after = rate(now.entries, from, to);
-    if (now.before === null) return [say(name), makeBar(["solid", after]), formatPercent(after)];
-    const before = rate(readers.whole.record, from, to);
-    const change = `${formatPercent(before)} → ${formatPercent(after)}`;
-    return [say(name), makeBar(["solid", after], ["before", before]), change];
-  });
-  return make("div.halves", {}, make("p", {}, say("halvesHelp")), makeBars(rows));
+  const tell = (from, to) => {
+    const rates = [rate(now.entries, from, to)];
+    if (now.before !== null) rates.unshift(rate(readers.whole.record, from, to));
+    return make("b", {}, rates.join(" → "));
+  };
+  const halves = { first: tell(1, half), second: tell(half + 1, now.T) };
+  return make("p.halves", {}, say("halves", halves));
 }
 
 // -- what is switched off ------------------------------------------------------------------------
@@ -534,7 +438,6 @@ function showCause() {
     make("p", {}, say("causeHelp", { token: label(now.target) })),
     rows,
     make("p.note", {}, say("causeSum", sums)),
-    make("h4", {}, say("beforeAfter")),
-    makeExpectation(),
   );
+  rove(places.cause);
 }

@@ -63,20 +63,26 @@ function labelAt(place) {
 
 /** The tokens of the text as boxes, filled by `shares` (T,) of 0 to 1, or null where blind. */
 function shadeTokens(shares, titles) {
+  const chips = now.tokens.map((token, place) => {
+    const chip = makeChip(token, place, "shade", titles(place));
+    if (shares[place] === null) chip.classList.add("hatched");
+    else tint(chip, shares[place]);
+    return chip;
+  });
+  return rove(make("div.chips", { role: "group" }, chips), (chip) => chip.click());
+}
+
+/** A token of the text as a button that selects its place; `group` names what it is one of. */
+function makeChip(token, place, group, title) {
   return make(
-    "div.chips.shaded",
-    {},
-    now.tokens.map((token, place) => {
-      const chip = make(
-        "button.chip",
-        { title: titles(place), "data-focus": `shade-${place}`, onclick: () => choosePlace(place) },
-        spellNodes(token),
-      );
-      if (shares[place] === null) chip.classList.add("blind");
-      else tint(chip, shares[place]);
-      if (place === now.at) chip.classList.add("at");
-      return chip;
-    }),
+    "button.chip",
+    {
+      "aria-pressed": String(place === now.at),
+      title,
+      "data-focus": `${group}-${place}`,
+      onclick: () => choosePlace(place),
+    },
+    spellNodes(token),
   );
 }
 
@@ -124,49 +130,19 @@ function showPushes(vector) {
   );
 }
 
-/** Rows of label, bar and number. */
-function makeBars(rows) {
-  return make(
-    "div.bars",
-    {},
-    rows.map(([name, bar, number]) => [
-      make("span", {}, name),
-      bar,
-      make("span.number", {}, number),
-    ]),
-  );
-}
-
-function showProbabilities(probabilities, count = 8) {
-  return makeBars(
-    findTop(probabilities, count).map((token) => [
-      label(token),
-      makeBar(["solid", probabilities[token]]),
-      formatPercent(probabilities[token]),
-    ]),
-  );
-}
-
 const MODEL = "gptmini/model/";
 const GENERATE = "gptmini/generate/";
 
 // Each station: name, plain sentence, shapes, formula, [file, line of Python], what it shows.
 const STATIONS = {
-  text: () => ({
-    plain: say("textPlain"),
-    body: [make("p", {}, say("textFacts", countText()))],
-    shape: "text → bytes",
-    formula: "UTF-8",
-    code: [
-      "gptmini/tokenizer/tokenizers.py",
-      "def encode(self, text: str, continues: bool = False) -> Tokens:",
-    ],
-  }),
-
   tokens: () => ({
-    plain: say("tokensPlain", { vocabulary: formatCount(tokenizer.vocabSize) }),
+    plain: [
+      ...say("tokensPlain", { vocabulary: formatCount(tokenizer.vocabSize) }),
+      " ",
+      ...say(TOKENIZER_WORDS[tokenizer.kind] ?? "tokenizerBpe"),
+    ],
     body: [
-      make("p", {}, say(TOKENIZER_WORDS[tokenizer.kind] ?? "tokenizerBpe")),
+      make("p", {}, say("textFacts", countText())),
       make(
         "div.scroll.short",
         { tabindex: 0 },
@@ -208,7 +184,12 @@ const STATIONS = {
     return {
       plain: say("embedPlain", { width: D }),
       body: [
-        make("p", {}, say(hints[now.config.position])),
+        make(
+          "p",
+          {},
+          say(hints[now.config.position]),
+          now.config.tie_embeddings ? [" ", ...say("tiedHelp")] : "",
+        ),
         makeVectors(vectors),
         make("p", {}, say("neighbors")),
         makeBars(
@@ -225,81 +206,43 @@ const STATIONS = {
     };
   },
 
-  attnNorm: (layer) =>
-    showNorm(
-      now.gpt.blocks[layer].attnNorm,
-      now.entry.layers[layer].x,
-      now.entry.layers[layer].attnNormed,
-      [`${MODEL}gpt.py`, "x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))"],
-    ),
-
   attn: (layer) => showAttention(layer),
-
-  attnAdd: (layer) => {
-    const { x, attn, middle } = now.entry.layers[layer];
-    return showAdd("addAttnPlain", x, attn, middle, "x = x + attention(norm(x))", [
-      `${MODEL}gpt.py`,
-      "x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))",
-    ]);
-  },
-
-  mlpNorm: (layer) =>
-    showNorm(
-      now.gpt.blocks[layer].mlpNorm,
-      now.entry.layers[layer].middle,
-      now.entry.layers[layer].mlpNormed,
-      [`${MODEL}gpt.py`, "return x + self.dropout(self.mlp(self.mlp_norm(x)))"],
-    ),
 
   mlp: (layer) => showMlp(layer),
 
-  mlpAdd: (layer) => {
-    const { middle, mlp } = now.entry.layers[layer];
-    return showAdd("addMlpPlain", middle, mlp, streamAfter(layer), "x = x + mlp(norm(x))", [
-      `${MODEL}gpt.py`,
-      "return x + self.dropout(self.mlp(self.mlp_norm(x)))",
-    ]);
-  },
-
-  finalNorm: () =>
-    showNorm(now.gpt.finalNorm, now.entry.x, now.entry.hidden, [
-      `${MODEL}gpt.py`,
-      "return self.final_norm(x)",
-    ]),
-
   head: () => {
-    const { logits } = now.entry;
+    const { x, hidden, logits } = now.entry;
     const D = now.config.d_model;
-    const top = findTop(logits, 8);
-    const scale = findScale(top.map((token) => logits[token]));
+    const chances = softmax(logits);
     return {
       plain: [
         ...say("headPlain", { vocabulary: formatCount(logits.length) }),
         now.config.tie_embeddings ? [" ", ...say("headTied")] : "",
       ],
       body: [
-        make("p", {}, say("logitsOf")),
+        make("p", {}, say("softmaxPlain")),
         makeBars(
-          top.map((token) => [
+          findTop(logits, 8).map((token) => [
             label(token),
-            makeSignedBar(logits[token], scale),
-            formatReal(logits[token]),
+            makeBar(["solid", chances[token]]),
+            `${formatReal(logits[token], 2)} → ${formatPercent(chances[token])}`,
           ]),
+        ),
+        makeStep("stream", say("lastNormHeading"), () =>
+          make(
+            "div",
+            {},
+            showNorm(now.gpt.finalNorm, x),
+            makeVectors({ [sayText("beforeNorm")]: x }),
+            makeVectors({ [sayText("afterNorm")]: hidden }),
+          ),
         ),
       ],
       shape: `(T, D) → (T, V) = (${now.T}, ${D}) → (${now.T}, ${logits.length})`,
-      formula: "logits = hidden · Wᵀ",
+      formula: "logits = norm(x) · Wᵀ; pᵢ = exp(logitᵢ) / Σⱼ exp(logitⱼ)",
       code: [`${MODEL}gpt.py`, "return F.linear(hidden, self.head_weight)"],
     };
   },
-
-  softmax: () => ({
-    plain: say("softmaxPlain"),
-    body: [showProbabilities(softmax(now.entry.logits))],
-    shape: `(V,) → (V,) = (${now.entry.logits.length},)`,
-    formula: "pᵢ = exp(logitᵢ) / Σⱼ exp(logitⱼ)",
-    code: [`${GENERATE}filters.py`, "weights: TokenWeights = np.exp(scaled - highest)"],
-  }),
 
   draw: () => ({
     plain: say("drawPlain"),
@@ -311,11 +254,6 @@ const STATIONS = {
 };
 
 const TOKENIZER_WORDS = { byte: "tokenizerByte", char: "tokenizerChar" };
-
-/** The stream (D,) after a layer. */
-function streamAfter(layer) {
-  return now.entry.layers[layer + 1]?.x ?? now.entry.x;
-}
 
 function countText() {
   const text = textBox.value;
@@ -338,42 +276,34 @@ function findNeighbors(token, count) {
   return findTop(cosines, count).map((other) => [other, cosines[other]]);
 }
 
-function showNorm(norm, before, after, code) {
+function showNorm(norm, before) {
   const { mean, scale } = norm.measure(before, 0);
   const isRms = norm instanceof RMSNorm;
-  const facts = [
-    ...(isRms ? [] : [...say("normMean", { mean: formatReal(mean) }), "; "]),
-    ...say("normScale", { root: formatReal(1 / scale) }),
-  ];
-  return {
-    plain: say("normPlain", { width: before.length }),
-    body: [
-      make("p", {}, facts),
-      makeVectors({ [sayText("beforeNorm")]: before }),
-      makeVectors({ [sayText("afterNorm")]: after }),
-    ],
-    shape: `(T, D) → (T, D) = (${now.T}, ${before.length})`,
-    formula: isRms
-      ? "x / √(mean(x²) + ε) · weight"
-      : `(x − mean) / √(variance + ε) · weight${norm.bias === null ? "" : " + bias"}`,
-    code,
-  };
+  const formula = isRms
+    ? "x / √(mean(x²) + ε) · weight"
+    : `(x − mean) / √(variance + ε) · weight${norm.bias === null ? "" : " + bias"}`;
+  return make(
+    "p",
+    {},
+    say("normPlain", { root: formatReal(1 / scale) }),
+    isRms ? "" : [" ", ...say("normMean", { mean: formatReal(mean) })],
+    " ",
+    make("code", {}, formula),
+  );
 }
 
-function showAdd(plain, before, added, after, formula, code) {
-  const vectors = { streamBefore: before, added, streamAfter: after };
-  const named = Object.entries(vectors).map(([key, vector]) => [sayText(key), vector]);
-  return {
-    plain: say(plain),
-    body: [
-      makeVectors(Object.fromEntries(named)),
-      make("p", {}, say("endedHere")),
-      showProbabilities(readEarly(after), 5),
-    ],
-    shape: `(T, D) + (T, D) → (T, D) = (${now.T}, ${before.length})`,
-    formula,
-    code,
-  };
+/** The step that shows the stream before a part of a layer and after it. */
+function makeStreamStep(norm, before, after) {
+  const line = (name, stream) => [`${sayText(name)}, ${sayGuess(stream)}`, stream];
+  return makeStep("stream", say("streamHeading"), () =>
+    make(
+      "div",
+      {},
+      showNorm(norm, before),
+      make("p", {}, say("addPlain")),
+      makeVectors(Object.fromEntries([line("streamBefore", before), line("streamAfter", after)])),
+    ),
+  );
 }
 
 function showDraw() {
@@ -444,6 +374,7 @@ function nameHead(layer, head) {
 function showAttention(layer) {
   const { attn } = now.gpt.blocks[layer];
   const { H, G, K } = attn;
+  const { x, middle } = now.entry.layers[layer];
   const D = now.config.d_model;
   const head = Math.min(state.head, H - 1);
   const key = findKey(layer, head);
@@ -460,10 +391,13 @@ function showAttention(layer) {
   return {
     plain,
     body: [
-      make(
-        "div.tiles",
-        { role: "group" },
-        range(H).map((h) => makeHeadTile(layer, h, h === head)),
+      rove(
+        make(
+          "div.tiles",
+          { role: "group" },
+          range(H).map((h) => makeHeadTile(layer, h, h === head)),
+        ),
+        (tile) => tile.click(),
       ),
       make(
         "div.row",
@@ -477,10 +411,10 @@ function showAttention(layer) {
       make("p.note", {}, say("mapHelp")),
       make("h4", {}, say("readsHeading", { token: labelAt(now.at) })),
       shadeTokens(shares, (k) => (shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`)),
+      make("p.note", {}, say("cachePlain", { count: formatCount(2 * G * K), heads: G, size: K })),
+      make("h4", {}, say("stepsHeading", { query: labelAt(now.at), key: labelAt(key) })),
       showArithmetic(layer, head, key),
-      make("h4", {}, say("cacheHeading")),
-      make("p", {}, describeCache(layer)),
-      shadeTokens(now.tokens.map((_, place) => (isKept(layer, place) ? 0.4 : null)), () => ""),
+      makeStreamStep(now.gpt.blocks[layer].attnNorm, x, middle),
     ],
     shape: [
       `q (T, H, K) = (${now.T}, ${H}, ${K})`,
@@ -515,20 +449,11 @@ function makeHeadTile(layer, head, isChosen) {
   );
 }
 
-/** What a head mostly does on this text, in a few words; "" where nothing stands out. */
-function describeHead(layer, head) {
-  const means = now.heads()[layer][head];
-  if (means.induction > CLEAR_INDUCTION * now.evenInduction()) return sayText("induction");
-  const shares = { previous: means.previous, first: means.first, self: means.itself };
-  const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];
-  return share > 0.35 ? sayText(kind) : "";
-}
-
 /** The large map: pointing says a weight, pressing chooses query and key; nothing moves. */
 function makeLargeMap(layer, head, key) {
   const { T } = now;
   const canvas = drawHead(make("canvas.hatched"), layer, head);
-  const readout = make("p.readout", { "aria-live": "polite" });
+  const readout = make("p.readout");
   const mark = make("i.mark");
   const row = make("i.rowmark");
   const percent = (n) => `${(100 * n) / T}%`;
@@ -578,6 +503,7 @@ function makeLargeMap(layer, head, key) {
         handleKeys(event, steps, ([down, right]) => {
           const q = Math.min(T - 1, Math.max(0, now.at + down));
           chooseCell(q, Math.min(q, Math.max(0, key + right)));
+          fill(places.spoken, places.station.querySelector(".readout").textContent);
         });
       },
     },
@@ -597,23 +523,7 @@ function makeLargeMap(layer, head, key) {
   return make("div.map", {}, readout, make("div.names", {}, names), frame);
 }
 
-/** Whether the KV cache holds a token when the next one comes. */
-function isKept(layer, place) {
-  const { window } = now.gpt.blocks[layer].attn;
-  return window === null || now.T - place < window;
-}
-
-function describeCache(layer) {
-  const { H, G, K, window } = now.gpt.blocks[layer].attn;
-  const values = { heads: G, size: K, count: formatCount(2 * G * K), times: H / G };
-  return [
-    ...say("cachePlain", values),
-    G === H ? "" : [" ", ...say("cacheShared", values)],
-    window === null ? "" : [" ", ...say("cacheWindow", { count: window })],
-  ];
-}
-
-/** Everything that one head computes for one query and one key, step by step. */
+/** The steps of all that one head computes for one query and one key. */
 function showArithmetic(layer, head, key) {
   const { attn } = now.gpt.blocks[layer];
   const { H, G, K } = attn;
@@ -623,32 +533,47 @@ function showArithmetic(layer, head, key) {
   const part = (vector, n) => vector.subarray(n * K, (n + 1) * K);
   const q = part(query.q, head);
   const k = part(looked.k, g);
+  const step = (name, ...fill) =>
+    makeStep(name, say(`${name}Heading`), () => make("div", {}, ...fill.map((each) => each())));
+  return [
+    step(
+      "qkv",
+      () => make("p", {}, say("qkvPlain"), attn.qNorm === null ? "" : [" ", ...say("qkNormHelp")]),
+      () =>
+        makeVectors({
+          [sayText("queryOf", { token: labelAt(now.at) })]: q,
+          [sayText("keyOf", { token: labelAt(key) })]: k,
+        }),
+      () => makeVectors({ [sayText("valueOf", { token: labelAt(key) })]: part(looked.v, g) }),
+    ),
+    step("position", () =>
+      showPosition(layer, head, key, part(query.qNormed, head), part(looked.kNormed, g), q, k),
+    ),
+    step("score", () => showScore(q, k)),
+    step(
+      "table",
+      () => make("p", {}, say("tablePlain", { size: K, root: formatReal(Math.sqrt(K), 2) })),
+      () => showScores(layer, head, key),
+      () => showCuts(layer, head, key),
+    ),
+    step("sum", () => showSum(layer, head, g)),
+    step("out", () => showOutput(layer, head)),
+  ];
+}
+
+function showScore(q, k) {
   const products = q.map((x, i) => x * k[i]);
-  const sum = dot(q, 0, k, 0, K);
-  const keyVectors = {
-    [sayText("queryOf", { token: labelAt(now.at) })]: q,
-    [sayText("keyOf", { token: labelAt(key) })]: k,
-  };
-  const largest = findTop(products, 4);
+  const sum = dot(q, 0, k, 0, q.length);
   return make(
-    "div.steps",
+    "div",
     {},
-    make("h4", {}, say("stepsHeading", { query: labelAt(now.at), key: labelAt(key) })),
-    make("p.note", {}, say("strongest")),
-    make("h5", {}, say("qkvHeading")),
-    make("p", {}, say("qkvPlain"), attn.qNorm === null ? "" : [" ", ...say("qkNormHelp")]),
-    makeVectors(keyVectors),
-    makeVectors({ [sayText("valueOf", { token: labelAt(key) })]: part(looked.v, g) }),
-    make("h5", {}, say("positionHeading")),
-    showPosition(layer, head, key, part(query.qNormed, head), part(looked.kNormed, g), q, k),
-    make("h5", {}, say("scoreHeading")),
     make("p", {}, say("scorePlain", { sum: make("b", {}, formatReal(sum)) })),
     makeVectors({ [sayText("productVector")]: products }),
     make("p", {}, say("productsLargest")),
     make(
       "ul.products",
       {},
-      largest.map((i) =>
+      findTop(products, 4).map((i) =>
         make(
           "li",
           {},
@@ -657,14 +582,6 @@ function showArithmetic(layer, head, key) {
         ),
       ),
     ),
-    make("h5", {}, say("tableHeading")),
-    make("p", {}, say("tablePlain", { size: K, root: formatReal(Math.sqrt(K), 2) })),
-    showScores(layer, head, key),
-    showCuts(layer, head, key),
-    make("h5", {}, say("sumHeading")),
-    showSum(layer, head, g),
-    make("h5", {}, say("outHeading")),
-    showOutput(layer, head),
   );
 }
 
@@ -735,25 +652,17 @@ function showScores(layer, head, key) {
   const q = now.entry.layers[layer].q;
   const rows = shown.map((k) => {
     const raw = dot(q, head * K, now.entries[k].layers[layer].k, g * K, K);
-    const distance = attn.alibiSlopes ? -attn.alibiSlopes[head] * (at - k) : null;
-    return make(
-      k === key ? "tr.at" : "tr",
-      { onclick: () => chooseCell(at, k) },
-      make(
-        "th",
-        { scope: "row" },
-        make(
-          "button.plain",
-          { "data-focus": `key-${k}` },
-          labelAt(k),
-          k === at ? make("small", {}, " ", say("itself")) : null,
-        ),
-      ),
-      make("td.weight", {}, makeBar(["solid", weights[k]]), formatReal(weights[k], 4)),
-      make("td", {}, formatReal(raw)),
-      make("td", {}, formatReal(raw / Math.sqrt(K))),
-      distance === null ? null : make("td", {}, formatReal(distance)),
-      make("td", {}, formatReal(scores[k])),
+    const numbers = [raw, raw / Math.sqrt(K), scores[k]];
+    if (attn.alibiSlopes) numbers.splice(2, 0, -attn.alibiSlopes[head] * (at - k));
+    return makeRow(
+      `key-${k}`,
+      [labelAt(k), k === at ? make("small", {}, " ", say("itself")) : null],
+      [
+        [makeBar(["solid", weights[k]]), formatReal(weights[k], 4)],
+        ...numbers.map((x) => formatReal(x)),
+      ],
+      k === key,
+      () => chooseCell(at, k),
     );
   });
   const columns = [say("key"), say("weight"), "q·k", `÷ √${K}`];
@@ -768,12 +677,6 @@ function showScores(layer, head, key) {
     later ? say("laterKeys", { count: later }) : null,
     outside ? say("windowKeys", { count: outside }) : null,
   ];
-  const heading = make(
-    "tr",
-    {},
-    columns.map((name) => make("th", { scope: "col" }, name)),
-  );
-  const table = make("table.scores", {}, make("thead", {}, heading), make("tbody", {}, rows));
   const toggle = () => {
     state.allKeys = !state.allKeys;
     update();
@@ -781,7 +684,7 @@ function showScores(layer, head, key) {
   return make(
     "div",
     {},
-    makeScroll(table, "scores"),
+    makeTable("scores", columns, rows),
     make(
       "p.note",
       {},
@@ -795,20 +698,6 @@ function showScores(layer, head, key) {
         )
       : null,
   );
-}
-
-/** A box whose content scrolls sideways, and which says so where it does. */
-function makeScroll(content, focus) {
-  const hint = make("p.hint", {}, say("tableScroll"));
-  const box = make(
-    "div.scroll",
-    { tabindex: 0, "data-focus": focus, "data-scroll": focus },
-    content,
-  );
-  new ResizeObserver(() => {
-    hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
-  }).observe(box);
-  return make("div", {}, hint, box);
 }
 
 function showCuts(layer, head, key) {
@@ -883,7 +772,7 @@ const MLP_CODE = {
 
 function showMlp(layer) {
   const { mlp } = now.gpt.blocks[layer];
-  const { inner, mlp: added } = now.entry.layers[layer];
+  const { inner, middle, mlp: added } = now.entry.layers[layer];
   const F = inner.length;
   const D = now.config.d_model;
   const down = mlp.downProj.weight; // (D, d_ff)
@@ -901,21 +790,19 @@ function showMlp(layer) {
     const over = now.entries.map((entry) => entry.layers[layer].inner[n]);
     const place = findLargest(over);
     const pushed = findLargest(readThroughHead(columnOf(n).map((x) => x * Math.sign(inner[n]))));
-    return make(
-      n === neuron ? "tr.at" : "tr",
-      { onclick: () => chooseNeuron(n) },
-      make("th", { scope: "row" }, make("button.plain", { "data-focus": `neuron-${n}` }, n)),
-      make("td.weight", {}, makeFiring(inner[n]), formatReal(inner[n], 2)),
-      make("td.left", {}, labelAt(place), make("small", {}, ` ${formatReal(over[place], 2)}`)),
-      make("td.left", {}, label(pushed)),
+    return makeRow(
+      `neuron-${n}`,
+      n,
+      [
+        [makeFiring(inner[n]), formatReal(inner[n], 2)],
+        [labelAt(place), make("small", {}, ` ${formatReal(over[place], 2)}`)],
+        label(pushed),
+      ],
+      n === neuron,
+      () => chooseNeuron(n),
     );
   });
-  const columns = ["neuron", "fires", "firesMost", "pushes"];
-  const head = make(
-    "tr",
-    {},
-    columns.map((name) => make("th", { scope: "col" }, say(name))),
-  );
+  const columns = ["neuron", "fires", "firesMost", "pushes"].map((name) => say(name));
   const over = now.entries.map((entry) => entry.layers[layer].inner[neuron]);
   const most = Math.max(...over.map(Math.abs)) || 1;
   const isOff = isMlpOff(state.off, layer);
@@ -930,21 +817,21 @@ function showMlp(layer) {
         makeSwitch(isOff, "mlps", layer, "mlp-switch"),
         isOff ? make("small", {}, say("mlpIsOff")) : null,
       ),
-      make("h4", {}, say("mlpAdds")),
-      makeVectors({ [sayText("added")]: added }),
       isOff ? null : showPushes(added),
       make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
       make("p", {}, say("neuronsFiring", { count: formatCount(firing), all: formatCount(F) })),
-      makeScroll(
-        make("table.neurons", {}, make("thead", {}, head), make("tbody", {}, rows)),
-        "neurons",
-      ),
+      makeTable("neurons", columns, rows),
       make("h4", {}, say("neuronHeading", { neuron })),
       shadeTokens(
         over.map((x) => Math.abs(x) / most),
         (place) => `${place}: ${formatReal(over[place])}`,
       ),
       make("p.note", {}, say("neuronHelp", { most: formatReal(most, 2) })),
+      makeStreamStep(
+        now.gpt.blocks[layer].mlpNorm,
+        middle,
+        now.entry.layers[layer + 1]?.x ?? now.entry.x,
+      ),
     ],
     shape: `(T, D) → (T, d_ff) → (T, D) = (${now.T}, ${D}) → (${now.T}, ${F}) → (${now.T}, ${D})`,
     formula: MLP_FORMULAS[mlp.activation],

@@ -18,6 +18,7 @@ const WORDS = {
     "{weights} weights after {step} training steps",
     "{weights} 个权重、训练了 {step} 步",
   ],
+  large: ["large", "大字"],
   toChat: ["chat", "对话"],
   toText: ["text", "文本"],
   toPath: ["path", "路径"],
@@ -30,8 +31,8 @@ const WORDS = {
   stepBack: ["Take back", "退一步"],
   tokensHeading: ["What the model reads: {count} tokens", "模型读到的：{count} 个词元"],
   tokensHelp: [
-    "Each box is a token; press one to select it, or use the arrow keys. ␣ is a space, ↵ a line break, ⇥ a tab.",
-    "每个方框是一个词元，点按或用方向键选中。␣ 是空格，↵ 是换行，⇥ 是制表符。",
+    "Press a token to select it. ␣ is a space, ↵ a line break, ⇥ a tab.",
+    "点按一个词元即可选中。␣ 是空格，↵ 是换行，⇥ 是制表符。",
   ],
   writtenHelp: ["The underlined ones were drawn by the model.", "带下划线的由模型抽取。"],
   bytesHelp: [
@@ -103,22 +104,24 @@ const WORDS = {
   // The path.
   pathHeading: ["The whole path", "完整路径"],
   pathHelp: [
-    "From the text at the top to the drawn token at the bottom. Press a station to open it. The numbers are those of {token}, the selected token.",
-    "从顶部的文本到底部抽出的词元。点按一站即可打开。数字属于选中的词元 {token}。",
+    "From the tokens at the top to the drawn one at the bottom, with the numbers of {token}, the selected token. Press a station to open it.",
+    "从顶部的词元到底部抽出的词元，数字属于选中的词元 {token}。点按一站即可打开。",
   ],
   previousStation: ["◂ before", "◂ 上一站"],
   nextStation: ["next ▸", "下一站 ▸"],
   backToPath: ["▴ path", "▴ 路径"],
+  factsHeading: ["Shapes, formula and code", "形状、公式和代码"],
   layerName: ["layer {layer}", "第 {layer} 层"],
-  wouldSay: ["would say {token} {chance}", "会说 {token} {chance}"],
+  wouldSay: ["would say {top}", "会说 {top}"],
   adds: ["adds {length}", "加上 {length}"],
+  throughNorm: ["norm → {part} → +", "归一化 → {part} → +"],
   streamHelp: [
-    "The vertical line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is what the head would expect if the model ended there (at temperature 1, which the sliders do not change).",
-    "竖线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是模型若到此为止时的预期（温度为 1，不随滑块改变）。",
+    "The blue line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is what the head would expect if the model ended there (at temperature 1).",
+    "蓝线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是模型若到此为止时的预期（温度为 1）。",
   ],
   tiedHelp: [
-    "At the embedding a token mostly predicts itself: head and embedding are the same table here (tied).",
-    "在嵌入处，词元多半预测它自己：这里的输出头和嵌入是同一张表（权重共享）。",
+    "Head and embedding are the same table here (tied), so at this place a token mostly predicts itself.",
+    "这里的输出头和嵌入是同一张表（权重共享），所以词元在此多半预测它自己。",
   ],
   shape: ["Shapes", "形状"],
   formula: ["Formula", "公式"],
@@ -130,20 +133,14 @@ const WORDS = {
   ],
   inText: ["token {place}", "第 {place} 个词元"],
 
-  text: ["text", "文本"],
-  textPlain: [
-    "The model sees no letters. Your text is a row of characters, stored as bytes (UTF-8); the tokenizer cuts it into tokens that it knows.",
-    "模型看不到字母。你的文本是一串字符，以字节（UTF-8）存储；分词器把它切成它认识的词元。",
-  ],
   textFacts: [
     "{characters} characters = {bytes} bytes → {tokens} tokens.",
     "{characters} 个字符 = {bytes} 个字节 → {tokens} 个词元。",
   ],
-  characters: ["{count} characters", "{count} 个字符"],
   tokens: ["tokens", "词元"],
   tokensPlain: [
-    "Each token has a number. The model reads only these numbers; there are {vocabulary} of them.",
-    "每个词元有一个编号。模型只读这些编号，一共有 {vocabulary} 个。",
+    "The model sees no letters. The tokenizer cuts your text into tokens that it knows, and each has a number. The model reads only these numbers; there are {vocabulary} of them.",
+    "模型看不到字母。分词器把你的文本切成它认识的词元，每个词元有一个编号。模型只读这些编号，一共有 {vocabulary} 个。",
   ],
   tokenizerBpe: [
     "The tokens were learned from a text: the commonest pairs of neighbors were merged, again and again (byte-pair encoding).",
@@ -172,46 +169,30 @@ const WORDS = {
     "Tokens whose rows point most nearly the same way (1 is the same direction):",
     "行的方向最接近的词元（1 为同向）：",
   ],
-  norm: ["norm", "归一化"],
   normPlain: [
-    "Before a part reads the stream, its {width} numbers are brought to a common size: whatever the stream has grown to, the part reads numbers of about 1.",
-    "在某部分读取残差流之前，{width} 个数被调到统一的大小：无论残差流变得多大，读到的数都在 1 左右。",
+    "Whatever the stream has grown to, a norm brings its numbers to about 1 before they are read: divided by {root}, then times learned weights.",
+    "无论残差流变得多大，读取之前归一化都把它的数调到 1 左右：除以 {root}，再乘学得的权重。",
   ],
-  normMean: ["mean {mean}", "均值 {mean}"],
-  normScale: [
-    "divided by {root}, then times the learned weights.",
-    "除以 {root}，再乘学得的权重。",
+  normMean: ["Their mean, {mean}, is taken away first.", "先减去它们的均值 {mean}。"],
+  addPlain: [
+    "What the part makes of them is added to the stream. Nothing is replaced: later parts still read what was there.",
+    "这一部分算出的东西加到残差流上。没有东西被替换：后面的部分仍能读到原有内容。",
   ],
-  beforeNorm: ["before", "之前"],
-  afterNorm: ["after", "之后"],
-  add: ["add", "相加"],
-  addAttnPlain: [
-    "What attention found is added to the residual stream. Nothing is replaced: later parts still read what was there.",
-    "注意力找到的东西加到残差流上。没有东西被替换：后面的部分仍能读到原有内容。",
-  ],
-  addMlpPlain: [
-    "What the MLP computed is added to the residual stream.",
-    "MLP 算出的东西加到残差流上。",
-  ],
-  streamBefore: ["stream before", "之前的残差流"],
-  added: ["added", "加上的"],
-  streamAfter: ["stream after", "之后的残差流"],
-  endedHere: [
-    "What the head would expect if the model ended here:",
-    "模型若到此为止，输出头的预期：",
-  ],
-  finalNorm: ["last norm", "最后的归一化"],
+  streamHeading: ["The stream before and after", "之前和之后的残差流"],
+  lastNormHeading: ["The last norm", "最后的归一化"],
+  beforeNorm: ["before the norm", "归一化之前"],
+  afterNorm: ["after the norm", "归一化之后"],
+  streamBefore: ["before", "之前"],
+  streamAfter: ["after", "之后"],
   head: ["head", "输出头"],
   headPlain: [
     "The stream is compared with a row of numbers for each of the {vocabulary} tokens. The product is the token's logit: the larger, the likelier.",
     "残差流与 {vocabulary} 个词元各自的一行数相乘。乘积是该词元的 logit：越大越可能。",
   ],
   headTied: ["The rows are those of the embedding (tied).", "这些行就是嵌入的行（权重共享）。"],
-  logitsOf: ["The largest logits:", "最大的 logits："],
-  softmax: ["softmax", "softmax"],
   softmaxPlain: [
-    "Logits become probabilities: e to the power of each, divided by their sum. Here at temperature 1.",
-    "Logits 变成概率：各取 e 的幂，再除以总和。此处温度为 1。",
+    "Softmax makes probabilities of the logits: e to the power of each, divided by their sum (here at temperature 1). The largest:",
+    "Softmax 把 logits 变成概率：各取 e 的幂，再除以总和（此处温度为 1）。最大的：",
   ],
   draw: ["draw", "抽取"],
   drawPlain: [
@@ -229,7 +210,7 @@ const WORDS = {
   ],
 
   // Attention.
-  attention: ["attention", "注意力"],
+  attn: ["attention", "注意力"],
   attentionPlain: [
     "The only place where tokens see each other. Each of {heads} heads looks back from the selected token, weighs the earlier ones, and brings a mix of what they offer.",
     "词元彼此看见的唯一地方。{heads} 个头各自从选中的词元回看，给前面的词元加权，带回它们所提供内容的混合。",
@@ -252,11 +233,7 @@ const WORDS = {
   mapFuture: ["{query} cannot see {key}, which comes later", "{query} 看不到后来的 {key}"],
   mapWindow: ["{query} cannot see {key}: outside the window", "{query} 看不到 {key}：在窗口之外"],
   readsHeading: ["What {token} reads in this head", "{token} 在这个头中读什么"],
-  stepsHeading: ["The arithmetic, from {query} to {key}", "从 {query} 到 {key} 的算术"],
-  strongest: [
-    "The strongest other token is chosen. Press a row of the table below for another.",
-    "已选最强的另一个词元。点按下表中的一行可换。",
-  ],
+  stepsHeading: ["Step by step, from {query} to {key}", "从 {query} 到 {key}，一步一步"],
   qkvHeading: ["1. Query, key, value", "1. 查询、键、值"],
   qkvPlain: [
     "Three products with learned matrices. The query says what the token looks for, the key what a token can be found by, the value what it then passes on.",
@@ -357,74 +334,39 @@ const WORDS = {
     "The deeper the color, the more it fires; full color is {most}.",
     "颜色越深，激活越强；满色为 {most}。",
   ],
-  mlpAdds: ["What the MLP adds", "MLP 加上什么"],
   mlpIsOff: ["This MLP is switched off: it adds nothing.", "这个 MLP 已关闭：什么也不加。"],
 
   // The KV cache.
-  cacheHeading: ["What is kept for the next token: the KV cache", "为下一个词元保留什么：KV 缓存"],
   cachePlain: [
-    "Keys and values of these tokens will not change, so they are kept and only read when the next token comes. In this layer that is, for each token, 2 × (KV heads: {heads}) × (size of a head: {size}) = {count} numbers.",
-    "这些词元的键和值不会再变，所以保留下来，下一个词元到来时只需读取。本层每个词元要保留 2 ×（KV 头：{heads}）×（头的大小：{size}）= {count} 个数。",
-  ],
-  cacheShared: [
-    "Without sharing heads it would be {times} times as much.",
-    "如果各头不共享，就是它的 {times} 倍。",
-  ],
-  cacheWindow: [
-    "The next token sees no further than its window of {count}: what lies before it is no longer needed.",
-    "下一个词元只看得到大小为 {count} 的窗口：窗口之前的不再需要。",
+    "Keys and values of these tokens never change, so they are kept for the next token (the KV cache): for each token 2 × {heads} KV heads × {size} = {count} numbers in this layer.",
+    "这些词元的键和值不会再变，所以为下一个词元保留下来（KV 缓存）：本层每个词元 2 × {heads} 个 KV 头 × {size} = {count} 个数。",
   ],
 
   // Heads by what they do.
   kindsHeading: ["Heads by what they do", "各个头做什么"],
   kindsHelp: [
-    "Found on your text: the mean weight that a head gives to these places. Press a head to open it.",
-    "根据你的文本：头给这些位置的平均权重。点按一个头即可打开。",
+    "Found on your text: the mean weight that each head gives to the previous token, to the first (often for want of anything else to look at) and to the token itself. Press a head to open it.",
+    "根据你的文本：每个头给前一个词元、第一个词元（常常因为没有别的可看）和词元自己的平均权重。点按一个头即可打开。",
   ],
-  previous: ["previous token", "前一个词元"],
-  previousHelp: ["Looks one token back.", "看前一个词元。"],
-  first: ["first token", "第一个词元"],
-  firstHelp: [
-    "Looks at the beginning, often because it has nothing else to look at.",
-    "看开头，常常因为没有别的可看。",
-  ],
-  self: ["itself", "自己"],
-  selfHelp: ["Looks at the token itself.", "看词元自己。"],
+  previous: ["previous", "前一个"],
+  first: ["first", "第一个"],
   induction: ["induction", "归纳"],
-  inductionHelp: [
-    "Finds where the current token stood before, looks at what followed it there, and so continues repetitions.",
-    "找到当前词元先前出现之处，看那里后面是什么，从而延续重复。",
-  ],
+  headWord: ["head", "头"],
   inductionEven: [
     "A head that looks everywhere alike would have {even}.",
     "对各处一视同仁的头会得到 {even}。",
   ],
-  inductionNowhere: [
-    "No token comes twice in this text: repeat it below.",
-    "这段文本中没有词元出现两次：请在下面重复它。",
-  ],
-  inductionNone: [
-    "On this text no head does it clearly; repeat a few lines like those that the model was trained on.",
-    "在这段文本上没有哪个头明显这样做；请重复几行与训练文本相似的文字。",
-  ],
-  tryHeading: ["Try it", "试一试"],
+  tryHeading: ["Induction: try it", "归纳：试一试"],
   tryRepeat: [
-    "Repeat your text: where an induction head works well, the second half is easier than the first, and switching it off costs the second half more. A small model does it best on text like its training text.",
-    "重复你的文本：归纳头起作用时，后一半比前一半容易，关闭它时后一半损失更多。小模型在与训练文本相似的文本上最明显。",
+    "Repeat your text. An induction head finds where the current token stood before, looks at what followed it there, and so continues repetitions: the second half becomes easier, and switching the head off costs it more. A small model does it best on text like its training text.",
+    "重复你的文本。归纳头找到当前词元先前出现之处，看那里后面是什么，从而延续重复：后一半变得容易，关闭这个头时后一半损失更多。小模型在与训练文本相似的文本上最明显。",
   ],
-  trySwitch: [
-    "Switch off {head}, which has the highest induction score, and see what changes.",
-    "关闭归纳得分最高的 {head}，看有什么变化。",
-  ],
+  trySwitch: ["The highest score here is that of {head}.", "这里得分最高的是{head}。"],
   repeat: ["Repeat my text", "重复我的文本"],
-  halvesHelp: [
-    "The chance that the model gives to what really comes, on average over",
-    "模型给实际出现的词元的平均概率：",
+  halves: [
+    "What really comes gets {first} on average in the first half of the text, and {second} in the second.",
+    "实际出现的词元平均得到的概率：前一半 {first}，后一半 {second}。",
   ],
-  firstHalf: ["the first half", "前一半"],
-  secondHalf: ["the second half", "后一半"],
-  mapsHeading: ["All heads", "所有的头"],
-  mapsHelp: ["Maps of who looks at whom; a row for each layer.", "谁看谁的图；每层一行。"],
 
   // Cause.
   causeHeading: ["Switch parts off", "逐个关闭部件"],
@@ -445,10 +387,6 @@ const WORDS = {
   ],
   cutNameAll: ["all heads: {query} → {key}", "所有头：{query} → {key}"],
   changed: ["{token} next: {before} → {after}", "下一个是 {token}：{before} → {after}"],
-  beforeAfter: [
-    "The expectation, with all on (outlined) and now (filled)",
-    "预期：全部打开时（边框）与现在（填充）",
-  ],
   foot: [
     "Made by gptmini. Everything is in this file; it loads nothing and sends nothing. Next: docs/tour.md explains every station of the path, scripts/nano.py is the code from top to bottom, and gptmini train --data my.txt --minutes 10 trains a model on your own text, for a page like this.",
     "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。接下来：docs/tour.zh.md 讲解路径上的每一站，scripts/nano.py 是从头到尾的代码，gptmini train --data my.txt --minutes 10 用你自己的文本训练一个模型，再写出这样一页。",

@@ -275,7 +275,7 @@ def percent(text: str) -> float:
 
 def check_bars(tab: Any, run: Run, tokens: list[int]) -> None:
     """The expectation that is shown is the model's, after these tokens."""
-    shown = [percent(each) for each in tab.locator(".bars .number").all_inner_texts()]
+    shown = [percent(each) for each in tab.locator(".bars span.number").all_inner_texts()]
     expected = chances_after(run, tokens).topk(10).values.tolist()
     assert shown == pytest.approx(expected, abs=0.006)
 
