@@ -171,7 +171,7 @@ def test_the_draw_is_that_of_the_token_that_came(visit):
 
 def open_station(tab: Any, station: str) -> None:
     """Opens a station; of a layer that is not large, its line comes first."""
-    name, _, layer = station.partition(":")
+    _, _, layer = station.partition(":")
     if layer and not tab.locator(f"[data-station='mlp:{layer}']").count():
         tab.locator(f"[data-station='attn:{layer}']").click()
     tab.locator(f"[data-station='{station}']").click()

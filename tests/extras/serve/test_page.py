@@ -277,7 +277,7 @@ def check_bars(tab: Any, run: Run, tokens: list[int]) -> None:
     """The expectation that is shown is the model's, after these tokens."""
     shown = [percent(each) for each in tab.locator(".bars span.number").all_inner_texts()]
     expected = chances_after(run, tokens).topk(10).values.tolist()
-    assert shown == pytest.approx(expected, abs=0.006)
+    assert shown[:10] == pytest.approx(expected, abs=0.006)  # the token that came may be an 11th
 
 
 def chances_after(run: Run, tokens: list[int]) -> torch.Tensor:
