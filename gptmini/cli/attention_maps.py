@@ -3,6 +3,7 @@
 Letters: L layers, H query heads, T positions.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -169,21 +170,20 @@ def build_mask(name: str, size: int | None = None) -> Tensor:
     them joined by `+`, which show what all of them show. `cross:T,S` has T queries on S keys of
     another sequence, which is padded on the right to `size`.
     """
-    kind, _, argument = name.partition(":")
-    if kind == "cross":
-        return _build_cross_mask(name, argument, size)
-    size = size or 12
-    visible = torch.ones(size, size, dtype=torch.bool)
-    for part in name.split("+"):
-        mask = _build_part(part, size)
-        if mask is None:
-            raise ConfigError(
-                f"--mask {shorten(name)}: unknown mask; use causal, window:N, strided:N or "
-                f"global:W,N with N at least 1, padding:N or padding:N,left with N below {size}, "
-                f"several joined by +, or cross:T,S"
-            )
-        visible &= mask
-    return visible
+    if name.startswith("cross:"):
+        masks = [_build_cross_mask(name, size)]
+    else:
+        size = size or 12
+        everything = torch.ones(size, size, dtype=torch.bool)
+        masks = [everything, *(_build_part(part, size) for part in name.split("+"))]
+    known = [mask for mask in masks if mask is not None]
+    if len(known) < len(masks):
+        raise ConfigError(
+            f"--mask {shorten(name)}: unknown mask; use causal, window:N, strided:N or global:W,N "
+            f"with N at least 1, padding:N or padding:N,left with N below the size, several joined "
+            f"by +, or cross:T,S with at most {MAX_MASK_POSITIONS} queries and keys"
+        )
+    return functools.reduce(torch.logical_and, known)
 
 
 def _build_part(name: str, size: int) -> Tensor | None:
@@ -208,15 +208,12 @@ def _build_part(name: str, size: int) -> Tensor | None:
     return None
 
 
-def _build_cross_mask(name: str, argument: str, size: int | None) -> Tensor:
-    """Build the mask (T, size) of T queries on S keys, given "T,S"."""
-    T, S = (parse_number(word) or 0 for word in argument.partition(",")[::2])
+def _build_cross_mask(name: str, size: int | None) -> Tensor | None:
+    """Build the mask (T, size) of T queries on S keys; None if they are not as named."""
+    T, S = (parse_number(word) or 0 for word in name.partition(":")[2].partition(",")[::2])
     if 0 < T <= MAX_MASK_POSITIONS and 0 < S <= (size or MAX_MASK_POSITIONS):
         return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
-    raise ConfigError(
-        f"--mask {shorten(name)}: unknown mask; use cross:T,S with 1 to {MAX_MASK_POSITIONS} "
-        f"queries and keys, and a --size of at least S"
-    )
+    return None
 
 
 def format_mask(mask: Tensor) -> str:

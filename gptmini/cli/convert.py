@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gptmini.cli.options import AttentionName, Cache, RunName, option, resolve_run
+from gptmini.console import format_count, quote, say, show_elapsed
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -23,7 +24,6 @@ def convert(
     path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.config.load import parse_attention
-    from gptmini.console import format_count, quote, say, show_elapsed
     from gptmini.generate.run import load_run
     from gptmini.train import convert
 

@@ -14,7 +14,8 @@ from gptmini.cli.options import (
     option,
     resolve_run,
 )
-from gptmini.errors import ConfigError, MachineError
+from gptmini.console import say
+from gptmini.errors import ConfigError, DataError, MachineError
 from gptmini.files import DEFAULT_CACHE_DIR
 
 FEW_WINDOWS = 50  # an interval from fewer is itself uncertain
@@ -41,7 +42,6 @@ def evaluate(
         raise ConfigError("--split test: a part of the run's own text; leave out --data")
     path = resolve_run(run)
     from gptmini.config.load import load_config
-    from gptmini.console import say
     from gptmini.data import corpus
 
     if data and "-" not in data:
@@ -73,7 +73,7 @@ def evaluate(
     if own is not None:
         try:
             facts["copied"] = measure_copied(trained, own, split)
-        except MachineError as error:  # this copy of gptmini cannot
+        except (DataError, MachineError) as error:  # of token numbers, or in a copy that cannot
             say(str(error))
     print(json.dumps(facts) if as_json else _format_evaluation(facts))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.cli.options import Cache, RunName, option, resolve_run
+from gptmini.console import quote, say, show_elapsed
 from gptmini.errors import ConfigError, shorten
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -46,7 +47,6 @@ def export(
     kind = weights or "f16"
     if out is None:
         out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
-    from gptmini.console import quote, say, show_elapsed
     from gptmini.extras.interop.export import export_run
 
     with show_elapsed("writing and reading back"):
@@ -96,7 +96,6 @@ def _check_push(name: str, to: str) -> None:
 
 def _export_page(path: Path, out: Path, weights: str | None, cache: Path) -> None:
     """Write a run as one HTML file."""
-    from gptmini.console import say, show_elapsed
     from gptmini.extras.page.export import PRECISIONS, export_page
     from gptmini.generate.run import load_run
 

@@ -5,11 +5,14 @@ import os
 import select
 import stat
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptmini import console
 from gptmini.cli.options import (
     AsJson,
     Cache,
@@ -145,15 +148,14 @@ def generate(
     draft_path = None if draft is None else resolve_run(draft)
     load_torch()
     from gptmini.cli import prompts_file
-    from gptmini.console import say
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights, cache)
     if run is None:
-        say(f"{path}, step {trained.step}")
+        console.say(f"{path}, step {trained.step}")
     _point_out_line_breaks(prompt, stop)
     if not named and _has_piped_input():
-        say("standard input is not read; to continue it, add --prompt-file -")
+        console.say("standard input is not read; to continue it, add --prompt-file -")
     if show_sources:
         trained.find_copies("")  # refuses now
     drafter: Run | str | None = "lookup" if lookup else None
@@ -167,18 +169,20 @@ def generate(
     }
     if prompts is not None and out is not None:
         prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
-    elif interactive:
-        converse = _chat if chat else _continue_lines
-        converse(trained, settings | how, raw, show_sources)
+        return
+    writer = _Writer(trained, settings | how, raw, show_sources)
+    if interactive:
+        (writer.chat if chat else writer.continue_lines)()
+        return
+    text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
+    start: str | list[int] = text
+    if chat:
+        start = trained.encode_chat([{"role": "user", "content": text}])
+        text = ""
+    if as_json:
+        writer.print_json(start, samples, batch_size)
     else:
-        text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
-        start: str | list[int] = text
-        if chat:
-            start = trained.encode_chat([{"role": "user", "content": text}])
-            text = ""
-        _print_texts(
-            trained, start, samples, batch_size, settings | how, raw, as_json, show_sources, text
-        )
+        writer.print_texts(start, text, samples, batch_size)
 
 
 def _check_prompts(named: list[str], chat: bool, as_json: bool, samples: int) -> None:
@@ -212,13 +216,10 @@ def _parse_sampling(options: Settings, assignments: list[str] | None) -> Setting
 
 def _point_out_line_breaks(prompt: str | None, stop: list[str] | None) -> None:
     """Warn that a backslash and an n typed in a shell are not a line break."""
-    from gptmini.console import say
-
-    labeled = [("--prompt", prompt or "")]
-    labeled += [("--stop", text) for text in stop or []]
-    for label, text in labeled:
+    for label, text in [("--prompt", prompt or ""), *(("--stop", text) for text in stop or [])]:
         if "\\n" in text:
-            say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
+            hint = r"\n is taken as two characters; for a line break, type $'\n' in bash"
+            console.say(f"{label}: {hint}")
 
 
 def _has_piped_input() -> bool:
@@ -231,62 +232,145 @@ def _has_piped_input() -> bool:
     return bool(ready) and (stat.S_ISFIFO(mode) or stat.S_ISREG(mode))
 
 
-def _print_texts(
-    run: "Run",
-    prompt: str | list[int],
-    samples: int,
-    batch_size: int,
-    settings: Settings,
-    raw: bool,
-    as_json: bool,
-    show_sources: bool,
-    shown: str,
-) -> None:
-    """Print the texts of one prompt: a single one while it is generated, several in turn.
+@dataclass(frozen=True)
+class _Writer:
+    """Prints what a run writes with the `settings` of `Run.start`."""
 
-    What is `shown` stands before each: the prompt, or nothing before an answer. A text that is to
-    be marked is printed when it is complete.
-    """
-    from gptmini.console import mark, say, show_elapsed, shows_colours, stream_to_stdout
+    run: "Run"
+    settings: Settings
+    raw: bool
+    show_sources: bool
 
-    batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
-    generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in batches)
-    if as_json:
-        _print_json(run, list(generations), show_sources)
-        return
-    streams = samples == 1 and not (show_sources and shows_colours())
-    for generation in generations:
-        if streams:
-            pieces = chain([shown], (piece for _, piece in generation), ["\n"])
-            if not stream_to_stdout(pieces, raw):
-                return
-        with show_elapsed("generating"):
-            texts = generation.finish()
-        for text in texts:
-            found = run.find_copies(text.text, text.prompt) if show_sources else None
-            if not streams:
-                before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
-                stretches = found.stretches if found else []
-                marked = mark(f"{text.text}\n", stretches, raw)
-                if not stream_to_stdout(chain(mark(before, [], raw), marked), raw=True):
+    def print_texts(
+        self, prompt: str | list[int], shown: str, samples: int, batch_size: int
+    ) -> None:
+        """Print the texts of one prompt: a single one while it is generated, several in turn.
+
+        What is `shown` stands before each: the prompt, or nothing before an answer. A text that is
+        to be marked is printed when it is complete.
+        """
+        streams = samples == 1 and not (self.show_sources and console.shows_colours())
+        for generation in self._start_batches(prompt, samples, batch_size):
+            if streams:
+                pieces = chain([shown], (piece for _, piece in generation), ["\n"])
+                if not console.stream_to_stdout(pieces, self.raw):
                     return
-            if found is not None:
+            with console.show_elapsed("generating"):
+                texts = generation.finish()
+            for text in texts:
+                found = self._find_copies(text.text, text.prompt)
+                if not streams:
+                    before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
+                    stretches = found.stretches if found else []
+                    marked = console.mark(f"{text.text}\n", stretches, self.raw)
+                    pieces = chain(console.mark(before, [], self.raw), marked)
+                    if not console.stream_to_stdout(pieces, raw=True):
+                        return
                 _say_copies(found, text.text)
-        if sys.stderr.isatty():
-            say(_describe_speed(generation))
+            if sys.stderr.isatty():
+                console.say(_describe_speed(generation))
+
+    def print_json(self, prompt: str | list[int], samples: int, batch_size: int) -> None:
+        """Print texts and speed as one JSON object."""
+        generations = list(self._start_batches(prompt, samples, batch_size))
+        listed: list[dict[str, Any]] = []
+        for text in chain.from_iterable(generation.finish() for generation in generations):
+            listed.append(text.to_dict())
+            if found := self._find_copies(text.text, text.prompt):
+                listed[-1]["sources"] = found.to_dict()
+        n_tokens = sum(generation.n_tokens for generation in generations)
+        seconds = sum(generation.seconds for generation in generations)
+        facts: dict[str, Any] = {
+            "samples": listed,
+            "tokens_per_second": round(n_tokens / max(seconds, 1e-9), 1),
+            "time_to_first_token": round(generations[0].time_to_first_token, 4),
+            "engine": generations[0].engine,
+        }
+        if drafted := sum(generation.drafted for generation in generations):
+            facts["drafted"] = drafted
+            facts["accepted"] = sum(generation.accepted for generation in generations)
+        console.stream_to_stdout([json.dumps(facts), "\n"])
+
+    def _start_batches(
+        self, prompt: str | list[int], samples: int, batch_size: int
+    ) -> "Iterator[Generation]":
+        for first in range(0, samples, batch_size):
+            numbers = range(first, min(first + batch_size, samples))
+            yield self.run.start([prompt] * len(numbers), numbers, **self.settings)
+
+    def continue_lines(self) -> None:
+        """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
+        console.say(
+            "Type a prompt; an empty line continues the last text. "
+            "Ctrl-C stops a text; exit or Ctrl-D quits."
+        )
+        text = ""
+        turn = 0
+        while (line := _read_line()) is not None:
+            text = line or text
+            # The same prompt gives another text each time, unless a seed asks for one text.
+            number = 0 if "seed" in self.settings else turn
+            text += self._print_answer(text, number, shown=line, before=text)
+            turn += 1
+
+    def chat(self) -> None:
+        """Answer messages as they are typed, with what was said before, as far as it fits."""
+        run = self.run
+        run.render_chat([{"role": "user", "content": ""}])  # refuses a run without a template now
+        console.say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
+        self.settings.setdefault("overflow", "stop")  # an answer ends with the context
+        max_new_tokens = self.settings.get("max_new_tokens", run.config.sample.max_new_tokens)
+        messages: list[dict[str, Any]] = []
+        turn = 0
+        has_dropped = False
+        while (line := _read_line()) is not None:
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line})
+            kept = drop_oldest_turns(run, messages, max_new_tokens)
+            if len(kept) < len(messages) and not has_dropped:
+                console.say(
+                    "The conversation outgrows the context: the model forgets its oldest turns."
+                )
+                has_dropped = True
+            messages = kept
+            turn += 1
+            answer = self._print_answer(run.encode_chat(messages), turn)
+            messages.append({"role": "assistant", "content": answer})
+
+    def _print_answer(
+        self, prompt: str | list[int], number: int, shown: str = "", before: str = ""
+    ) -> str:
+        """Print a text as it is generated, behind what is `shown`; return it, or a part at Ctrl-C.
+
+        `before` is the prompt, in which a copy may begin.
+        """
+        generation = None
+        try:
+            generation = self.run.start([prompt], [number], **self.settings)
+            pieces = (piece for _, piece in generation)
+            console.stream_to_stdout(chain([shown], pieces, ["\n"]), self.raw)
+        except KeyboardInterrupt:
+            console.stream_to_stdout(["\n"])
+        text = generation.samples[0].text if generation else ""
+        _say_copies(self._find_copies(text, before), text)
+        return text
+
+    def _find_copies(self, text: str, prompt: str) -> "Copies | None":
+        return self.run.find_copies(text, prompt) if self.show_sources else None
 
 
-def _say_copies(found: "Copies", text: str) -> None:
+def _say_copies(found: "Copies | None", text: str) -> None:
     """Say how much of a text is copied, and where the longest copies stand."""
-    from gptmini.console import say
-
-    say(f"\n{found.describe()}")
+    if found is None:
+        return
+    console.say(f"\n{found.describe()}")
     longest_first = sorted(found.copies, key=lambda copy: -copy.length)
     for copy in longest_first[:SHOWN_COPIES]:
         words = " ".join(text[copy.start : copy.end].split())
-        say(f"{copy.length:6,}  {copy.place}: {shorten(words, QUOTED_CHARACTERS)}")
+        console.say(f"{copy.length:6,}  {copy.place}: {shorten(words, QUOTED_CHARACTERS)}")
     if len(found.copies) > SHOWN_COPIES:
-        say(f"        and {len(found.copies) - SHOWN_COPIES:,} shorter ones")
+        console.say(f"        and {len(found.copies) - SHOWN_COPIES:,} shorter ones")
 
 
 def _describe_speed(generation: "Generation") -> str:
@@ -300,33 +384,8 @@ def _describe_speed(generation: "Generation") -> str:
     return line
 
 
-def _print_json(run: "Run", generations: "list[Generation]", show_sources: bool) -> None:
-    """Print samples and speed as one JSON object."""
-    from gptmini.console import stream_to_stdout
-
-    samples: list[dict[str, Any]] = []
-    for text in chain.from_iterable(generation.finish() for generation in generations):
-        samples.append(text.to_dict())
-        if show_sources:
-            samples[-1]["sources"] = run.find_copies(text.text, text.prompt).to_dict()
-    n_tokens = sum(generation.n_tokens for generation in generations)
-    seconds = sum(generation.seconds for generation in generations)
-    facts: dict[str, Any] = {
-        "samples": samples,
-        "tokens_per_second": round(n_tokens / max(seconds, 1e-9), 1),
-        "time_to_first_token": round(generations[0].time_to_first_token, 4),
-        "engine": generations[0].engine,
-    }
-    if drafted := sum(generation.drafted for generation in generations):
-        facts["drafted"] = drafted
-        facts["accepted"] = sum(generation.accepted for generation in generations)
-    stream_to_stdout([json.dumps(facts), "\n"])
-
-
 def _read_line() -> str | None:
     """Read what is typed; None where the user quits."""
-    from gptmini.console import say
-
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows lacks it
             import readline  # noqa: F401 - input() then edits lines and remembers them
@@ -334,75 +393,12 @@ def _read_line() -> str | None:
         try:
             line = input("> ")
         except EOFError:
-            say("")
+            console.say("")
             return None
         except KeyboardInterrupt:
-            say("")
+            console.say("")
             continue
         return None if line.strip() in ("exit", "quit") else line
-
-
-def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
-    """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
-    from gptmini.console import say
-
-    say(
-        "Type a prompt; an empty line continues the last text. "
-        "Ctrl-C stops a text; exit or Ctrl-D quits."
-    )
-    text = ""
-    turn = 0
-    while (line := _read_line()) is not None:
-        text = line or text
-        # The same prompt gives another text each time, unless a seed asks for one text.
-        number = 0 if "seed" in settings else turn
-        new = _print_answer(run, text, number, settings, raw, shown=line)
-        if show_sources:
-            _say_copies(run.find_copies(new, text), new)
-        text += new
-        turn += 1
-
-
-def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
-    """Answer messages as they are typed, each with what was said before, as far as it fits."""
-    from gptmini.console import say
-
-    run.render_chat([{"role": "user", "content": ""}])  # refuses a run without a template now
-    say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
-    settings.setdefault("overflow", "stop")  # an answer ends with the context
-    max_new_tokens = settings.get("max_new_tokens", run.config.sample.max_new_tokens)
-    messages: list[dict[str, Any]] = []
-    turn = 0
-    has_dropped = False
-    while (line := _read_line()) is not None:
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line})
-        kept = drop_oldest_turns(run, messages, max_new_tokens)
-        if len(kept) < len(messages) and not has_dropped:
-            say("The conversation outgrows the context: the model forgets its oldest turns.")
-            has_dropped = True
-        messages = kept
-        turn += 1
-        answer = _print_answer(run, run.encode_chat(messages), turn, settings, raw)
-        if show_sources:
-            _say_copies(run.find_copies(answer), answer)
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _print_answer(
-    run: "Run", prompt: str | list[int], number: int, settings: Settings, raw: bool, shown: str = ""
-) -> str:
-    """Print a text as it is generated, behind what is `shown`; return it, or its part at Ctrl-C."""
-    from gptmini.console import stream_to_stdout
-
-    generation = None
-    try:
-        generation = run.start([prompt], [number], **settings)
-        stream_to_stdout(chain([shown], (piece for _, piece in generation), ["\n"]), raw)
-    except KeyboardInterrupt:
-        stream_to_stdout(["\n"])
-    return generation.samples[0].text if generation else ""
 
 
 def drop_oldest_turns(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gptmini.cli.options import RUNS_FOLDER, argument, option
+from gptmini.console import quote, say
 
 
 def import_model(
@@ -18,7 +19,6 @@ def import_model(
     ),
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3, StarCoder2."""
-    from gptmini.console import quote, say
     from gptmini.extras.interop.hub_model import ModelName
     from gptmini.extras.interop.import_model import (
         choose_run_name,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gptmini.cli.options import RunName, option, resolve_run
+from gptmini.console import say, show_elapsed
 from gptmini.errors import ConfigError
 
 
@@ -34,7 +35,6 @@ def inspect(
             raise ConfigError(f"{label}: does not work with --mask; remove one of them")
     if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
-    from gptmini.console import say
 
     if out is not None:
         from gptmini.figures import plots
@@ -63,7 +63,6 @@ def _inspect_run(
 ) -> None:
     """Print what the heads attend to; write a page or a picture of it."""
     from gptmini.cli import attention_maps
-    from gptmini.console import say, show_elapsed
     from gptmini.generate.run import load_run
 
     trained = load_run(path, "cpu", "float32")

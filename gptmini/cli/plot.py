@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gptmini.cli.options import NEWEST_RUN_HELP, argument, find_newest_run, option, resolve_run
+from gptmini.console import show_elapsed
 
 
 def plot(
@@ -19,7 +20,6 @@ def plot(
     """Draw the training curves of runs; a page also has samples."""
     paths = [resolve_run(run) for run in runs or [find_newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
-    from gptmini.console import show_elapsed
     from gptmini.figures import report
 
     with show_elapsed("drawing"):

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from gptmini.cli.options import PRETRAINED_NAME, RUNS_FOLDER, is_run, resolve_run
+from gptmini.console import say
 from gptmini.errors import CheckpointError
 
 GPT2_OWNER = "openai-community"  # of gpt2, gpt2-medium, gpt2-large and gpt2-xl
@@ -53,7 +54,6 @@ def import_once(path: Path, source: str) -> None:
 
     Raises CheckpointError for a run that is another model's, and what an import raises.
     """
-    from gptmini.console import say
     from gptmini.extras.interop.import_model import parse_source, write_imported_run
     from gptmini.runs.directory import RunDirectory
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gptmini.cli.options import RUNS_FOLDER, AsJson, Cache, argument
+from gptmini.console import format_bytes, say, show_elapsed
 from gptmini.errors import CheckpointError
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -22,7 +23,6 @@ def list_runs(
             raise CheckpointError(f"{folder}: no such folder; name one that has runs")
     if not folders:
         folders = [RUNS_FOLDER] if RUNS_FOLDER.is_dir() else []
-    from gptmini.console import format_bytes, say, show_elapsed
     from gptmini.plan.cost import count_parameters
     from gptmini.runs import listing
 

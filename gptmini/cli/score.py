@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptmini.cli.options import AsJson, Device, RunName, WeightsType, option, read_text, resolve_run
+from gptmini.console import escape_control_characters, say, show_elapsed, stream_to_stdout
 from gptmini.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ def score(
     path = resolve_run(run, "--text", "--file")
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
-    from gptmini.console import say, show_elapsed, stream_to_stdout
     from gptmini.generate import score as scoring
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
@@ -74,7 +74,6 @@ def _color_tokens(scored: "Score") -> Iterator[str]:
 
     Tokens that share a character have one background, for their surprise together.
     """
-    from gptmini.console import escape_control_characters
 
     colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
     for numbers, text in scored.iter_characters():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, option
 from gptmini.cli.pretrained import open_run
+from gptmini.console import say, warn
 from gptmini.errors import ConfigError, is_missing_wing, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -37,7 +38,6 @@ def serve(
         if package.startswith("gptmini."):  # deleted from this copy, which is said as of others
             raise
         raise make_missing_package_error("serve", package, "serve") from None
-    from gptmini.console import say, warn
     from gptmini.generate.run import load_run
 
     key = _read_key()

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from gptmini import console
 from gptmini.cli.options import argument
 from gptmini.errors import ConfigError
 
@@ -23,7 +24,6 @@ def list_settings(
     name: str | None = argument(None, "KEY", "A key such as train.lr or lr, or a section."),
 ) -> None:
     """List the settings that --set and YAML files take."""
-    from gptmini import console
     from gptmini.config import load
     from gptmini.config.settings import Config
 

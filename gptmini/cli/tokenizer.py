@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from gptmini.cli.options import AsJson, Errors, argument, flag, option, parse_number
+from gptmini.console import escape_control_characters, say, stream_to_stdout
 from gptmini.errors import DataError, shorten
+from gptmini.files import atomic_write_bytes, decode_utf8
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 
@@ -29,7 +31,6 @@ def train(
     errors: Errors = None,
 ) -> None:
     """Learn a byte-pair encoding from texts."""
-    from gptmini import console, files
     from gptmini.config import load
     from gptmini.data import corpus
     from gptmini.data.text import DividedText, TextPart, find_text, spool_stdin
@@ -50,8 +51,8 @@ def train(
         text = find_text(paths, config.data)
         whole = TextPart(DividedText(text, 0.0, 0.0), "training")
         learned = corpus.learn_tokenizer("bpe", vocab_size, [whole], text.has_conversations)
-    files.atomic_write_bytes(out, learned.to_json().encode())
-    console.say(f"saved {out}: {learned.vocab_size:,} tokens")
+    atomic_write_bytes(out, learned.to_json().encode())
+    say(f"saved {out}: {learned.vocab_size:,} tokens")
 
 
 @tokenizer_app.command()
@@ -61,8 +62,6 @@ def encode(
     special: bool = flag("Read special tokens in the text, such as <|endoftext|>.", "--special"),
 ) -> None:
     """Print the tokens of a text as numbers."""
-    from gptmini.console import stream_to_stdout
-    from gptmini.files import decode_utf8
     from gptmini.tokenizer.load import find_tokenizer
 
     encoder = find_tokenizer(name)
@@ -78,8 +77,6 @@ def decode(
     tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:
     """Print the text of tokens; a pipe or file gets the exact bytes."""
-    from gptmini.console import stream_to_stdout
-    from gptmini.files import decode_utf8
     from gptmini.tokenizer.load import find_tokenizer
 
     decoder = find_tokenizer(name)
@@ -107,7 +104,6 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
-    from gptmini.console import escape_control_characters
     from gptmini.data import corpus
     from gptmini.tokenizer.load import find_tokenizer
     from gptmini.tokenizer.spelling import label_tokens

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,17 +140,6 @@ def find_number_files(paths: list[str]) -> list[list[Path]] | None:
     return found
 
 
-def _get_number_tokenizer(config: Config, path: Path) -> Tokenizer:
-    """Get the tokenizer that made token numbers, which must be named."""
-    kind = config.tokenizer.kind
-    if kind in ("auto", "bpe", "char"):
-        raise ConfigError(
-            f"{path}: token numbers; name the tokenizer that made them, such as --set "
-            f"tokenizer.kind=gpt2"
-        )
-    return create_tokenizer(kind)
-
-
 @contextmanager
 def open_text(settings: DataConfig, cache: Path) -> Iterator[FoundText]:
     """Find the files of a text, to read it and to prepare it in a cache; raises as above."""
@@ -159,9 +148,14 @@ def open_text(settings: DataConfig, cache: Path) -> Iterator[FoundText]:
         if token_numbers is not None:
             yield token_numbers
             return
+        divided = []
+        for group in [[path] for path in paths] if settings.weights else [paths]:
+            text = find_text(group, settings)
+            share = _get_held_out_share(settings, text.bytes)
+            divided.append(DividedText(text, share, settings.test or 0.0))
         held_out = settings.validation_path
         separate = None if held_out is None else find_text(held_out, settings)
-        yield TrainingText(_divide_texts(settings, paths), separate)
+        yield TrainingText(divided, separate)
 
 
 def encode_text(
@@ -185,7 +179,9 @@ def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
     """Open a cache to prepare a text in; yields the text's paths."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _delete_stale_files(cache)
+        for path in cache.glob(".tmp-*"):  # of processes that were killed
+            if path.stat().st_mtime < time.time() - STALE_SECONDS:
+                path.unlink()
         with spool_stdin(settings.path, cache) as paths:
             yield paths
     except OSError as error:
@@ -193,13 +189,6 @@ def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
             f"{error.filename or cache}: {describe_os_error(error)}; free some space, or choose "
             f"another folder with --cache"
         ) from None
-
-
-def _delete_stale_files(cache: Path) -> None:
-    """Delete temporary files that killed processes left at least a day ago."""
-    for path in cache.glob(".tmp-*"):
-        if path.stat().st_mtime < time.time() - STALE_SECONDS:
-            path.unlink()
 
 
 def _name_corpus(settings: DataConfig) -> str:
@@ -247,7 +236,12 @@ def _prepare_numbers(
             "data.split: token numbers do not say where documents begin; leave it out, or name "
             "what to hold out in data.validation_path"
         )
-    tokenizer = tokenizer or _get_number_tokenizer(config, files_of_paths[0][0])
+    if tokenizer is None and config.tokenizer.kind in ("auto", "bpe", "char"):
+        raise ConfigError(
+            f"{files_of_paths[0][0]}: token numbers; name the tokenizer that made them, such as "
+            f"--set tokenizer.kind=gpt2"
+        )
+    tokenizer = tokenizer or create_tokenizer(config.tokenizer.kind)
     groups = files_of_paths if settings.weights else [list(chain.from_iterable(files_of_paths))]
     found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
     for group in groups:
@@ -295,16 +289,6 @@ def _prepare_whole(
     if found is not None:
         return _open_numbers(list(chain.from_iterable(found)), tokenizer, cache)
     return _encode_whole(find_text(paths, settings), tokenizer, cache)
-
-
-def _divide_texts(settings: DataConfig, paths: list[str]) -> list[DividedText]:
-    """Divide the texts into training, validation and test: one text, or one for each weight."""
-    divided = []
-    for group in [[path] for path in paths] if settings.weights else [paths]:
-        text = find_text(group, settings)
-        share = _get_held_out_share(settings, text.bytes)
-        divided.append(DividedText(text, share, settings.test or 0.0))
-    return divided
 
 
 def _check_length(corpus: Corpus, config: Config) -> None:
@@ -389,17 +373,22 @@ def learn_tokenizer(
     size = sum(text.bytes for text in training)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
     chunks = chain.from_iterable(text.iter_chunks() for text in training)
-    texts = map(_get_learned_text, islice(chunks, 0, None, every))
     with show_byte_progress("learning the vocabulary", size // every) as advance:
-        return create_tokenizer(kind, vocab_size, _report_progress(texts, advance), chat)
+        texts = _iter_learned_texts(islice(chunks, 0, None, every), advance)
+        return create_tokenizer(kind, vocab_size, texts, chat)
 
 
-def _get_learned_text(chunk: TextChunk) -> str:
-    """Get what a vocabulary is learned from: of a conversation also the roles, as in ChatML."""
-    if chunk.conversation is None:
-        return chunk.text
-    messages = chunk.conversation.messages
-    return "".join(f"{message['role']}\n{message['content']}\n" for message in messages)
+def _iter_learned_texts(
+    chunks: Iterable[TextChunk], advance: Callable[[int], object]
+) -> Iterator[str]:
+    """Yield what a vocabulary is learned from: of conversations also the roles, as in ChatML."""
+    for text, _, conversation, _ in chunks:
+        if conversation is None:
+            yield text
+        else:
+            for message in conversation.messages:
+                yield f"{message['role']}\n{message['content']}\n"
+        advance(count_utf8_bytes(text))
 
 
 def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float]:
@@ -419,13 +408,6 @@ def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float
         "bytes_per_token": round(text_bytes / max(1, total), 3),
         "coverage": round(float((counts > 0).mean()), 3),
     }
-
-
-def _report_progress(texts: Iterator[str], advance: Callable[[int], object]) -> Iterator[str]:
-    """Yield the same texts; each is counted when the next is requested."""
-    for text in texts:
-        yield text
-        advance(len(text.encode()))
 
 
 def _encode_whole(text: Text, tokenizer: Tokenizer, cache: Path) -> TokenFile:

@@ -7,10 +7,8 @@ from http.client import HTTPException
 from pathlib import Path
 
 from gptmini import files
-from gptmini.console import show_byte_progress
+from gptmini.console import show_elapsed
 from gptmini.errors import DataError, MachineError
-
-DOWNLOAD_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,29 +49,23 @@ def fetch(name: str, folder: Path) -> Path:
         if hashlib.sha256(files.read_regular(target)).hexdigest() == known.sha256:
             return target
         raise DataError(f"{target}: already exists with other content; move it away")
+    try:
+        with (
+            show_elapsed("downloading"),
+            urllib.request.urlopen(known.url, timeout=30) as response,  # noqa: S310 - URLs of ours
+        ):
+            data = response.read(known.bytes + 1)
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise MachineError(
+            f"{known.url}: download failed ({reason}); save the file as {target} yourself, or "
+            f"train on builtin:python-docs, which needs no network"
+        ) from None
+    if hashlib.sha256(data).hexdigest() != known.sha256:
+        raise DataError(
+            f"{known.url}: not saved, its SHA-256 is not the expected one; try again, or save the "
+            f"right file as {target} yourself"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    hashed = hashlib.sha256()
-    size = 0
-    with files.atomic_write(target) as file:
-        try:
-            with (
-                show_byte_progress("downloading", known.bytes) as advance,
-                urllib.request.urlopen(known.url, timeout=30) as response,  # noqa: S310 - URLs of ours
-            ):
-                while size <= known.bytes and (block := response.read(DOWNLOAD_BLOCK_BYTES)):
-                    hashed.update(block)
-                    size += len(block)
-                    file.write(block)
-                    advance(len(block))
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise MachineError(
-                f"{known.url}: download failed ({reason}); save the file as {target} yourself, or "
-                f"train on builtin:python-docs, which needs no network"
-            ) from None
-        if hashed.hexdigest() != known.sha256:
-            raise DataError(
-                f"{known.url}: not saved, its SHA-256 is not the expected one; try again, or save "
-                f"the right file as {target} yourself"
-            )
+    files.atomic_write_bytes(target, data)
     return target

@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -259,21 +259,18 @@ def spool_stdin(paths: list[str], folder: Path) -> Iterator[list[str]]:
     if "-" not in paths:
         yield paths
         return
-    file = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    # Named before it exists, so that a signal at any moment finds it; only its owner may read it.
+    file = str(folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with open(file, "xb", opener=_open_private) as copy:
+        with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as copy:
             shutil.copyfileobj(sys.stdin.buffer, copy, TEXT_BLOCK_SIZE)
-        yield [str(file) if path == "-" else path for path in paths]
+        yield [file if path == "-" else path for path in paths]
     except DataError as error:
-        lines = (line.replace(str(file), "standard input") for line in error.lines)
+        lines = (line.replace(file, "standard input") for line in error.lines)
         raise DataError(*lines) from None
     finally:
-        file.unlink(missing_ok=True)
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read."""
-    return os.open(path, flags, 0o600)
+        with suppress(FileNotFoundError):
+            os.unlink(file)
 
 
 def _normalize_newlines(separator: str | None) -> str | None:

@@ -31,8 +31,8 @@ class BpeTokenizer(Tokenizer):
         self.special_tokens = encoding._special_tokens
         self.eos_token_id = self.special_tokens[END_OF_TEXT]
         self.chat_template = chat_template
-        self._ends = list(dict.fromkeys([*ends, END_OF_TEXT]))  # without repetition
-        self.end_tokens = [self.special_tokens[name] for name in self._ends]
+        names = dict.fromkeys([*ends, END_OF_TEXT])  # without repetition
+        self.end_tokens = [self.special_tokens[name] for name in names]
 
     def encode(self, text: str, continues: bool = False) -> Tokens:
         tokens = [np.empty(0, np.uint32)]
@@ -60,15 +60,6 @@ class BpeTokenizer(Tokenizer):
             "special_tokens": self.special_tokens,
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks.items()},
         }
-
-    def chat_settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {}
-        if len(self._ends) > 1:
-            settings["ends"] = self._ends
-        if self.chat_template is not None:
-            settings["chat_template"] = self.chat_template
-            settings["template_tokens"] = self.template_tokens
-        return settings
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "BpeTokenizer":

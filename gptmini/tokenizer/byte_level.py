@@ -14,40 +14,47 @@ from gptmini.tokenizer import bpe
 
 
 class KnownPattern(NamedTuple):
-    """How other programs write or name a word pattern of ours, with the same matches."""
+    """How other programs split words where a pattern of ours does: with the same matches."""
 
-    tokenizer_json: str  # without possessive quantifiers: ++ is a repeated repeat to that engine
-    llama_cpp: str  # empty where llama.cpp has no such pattern
+    pre_tokenizer: dict[str, Any]  # of tokenizer.json
+    llama_cpp: str  # its name there; empty where llama.cpp has no such pattern
 
-
-DIGITS_THEN_GPT2 = "each digit by itself, then GPT-2's"
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SMOLLM_PATTERN = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s"
 LLAMA3_PATTERN = bpe.WORD_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}+|")  # up to three digits
 ANY_CHARACTER_PATTERN = r"[\s\S]"  # no merges beyond a character
-
-
-def _make_greedy(pattern: str) -> str:
-    """Replace the possessive quantifiers of a pattern by greedy ones."""
-    return re.sub(r"([?+*]|\{1,3\})\+", r"\1", pattern)
-
-
-KNOWN_PATTERNS = {
-    bpe.WORD_PATTERN: KnownPattern(_make_greedy(bpe.WORD_PATTERN), "qwen2"),
-    LLAMA3_PATTERN: KnownPattern(_make_greedy(LLAMA3_PATTERN), "llama-bpe"),
-    GPT2_PATTERN: KnownPattern(
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", "gpt-2"
-    ),
-    SMOLLM_PATTERN: KnownPattern(DIGITS_THEN_GPT2, "smollm"),
-    ANY_CHARACTER_PATTERN: KnownPattern(ANY_CHARACTER_PATTERN, ""),
-}
-
 BYTE_LEVEL: dict[str, Any] = {
     "type": "ByteLevel",
     "add_prefix_space": False,
     "trim_offsets": True,
     "use_regex": True,
+}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def _split_by(pattern: str) -> dict[str, Any]:
+    """Build the two steps that split a text: by words, then into bytes.
+
+    Without possessive quantifiers, as ++ is a repeated repeat to that engine.
+    """
+    greedy = re.sub(r"([?+*]|\{1,3\})\+", r"\1", pattern)
+    split = {"type": "Split", "pattern": {"Regex": greedy}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
+
+
+KNOWN_PATTERNS = {
+    bpe.WORD_PATTERN: KnownPattern(_split_by(bpe.WORD_PATTERN), "qwen2"),
+    LLAMA3_PATTERN: KnownPattern(_split_by(LLAMA3_PATTERN), "llama-bpe"),
+    GPT2_PATTERN: KnownPattern(
+        _split_by(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+        "gpt-2",
+    ),
+    # Each digit by itself, then as GPT-2.
+    SMOLLM_PATTERN: KnownPattern(
+        {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}, "smollm"
+    ),
+    ANY_CHARACTER_PATTERN: KnownPattern(_split_by(ANY_CHARACTER_PATTERN), ""),
 }
 
 # GPT-2 writes a byte as one character: itself if that prints, else one from 256 on.
@@ -92,23 +99,6 @@ def recover_merges(mergeable_ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def build_pre_tokenizer(pattern: str) -> dict[str, Any]:
-    """Build the two steps that split a text: by words, then into bytes."""
-    gpt2_after_digits = pattern == DIGITS_THEN_GPT2
-    split: dict[str, Any]
-    if gpt2_after_digits:
-        split = {"type": "Digits", "individual_digits": True}
-    else:
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": pattern},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    into_bytes = BYTE_LEVEL | {"use_regex": gpt2_after_digits}
-    return {"type": "Sequence", "pretokenizers": [split, into_bytes]}
-
-
 def find_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
     """Find the word pattern that splits texts as a pre-tokenizer does; None if there is none."""
     if pre_tokenizer is None:
@@ -117,7 +107,7 @@ def find_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
     if wanted == {"type": "ByteLevel"}:
         return GPT2_PATTERN
     for pattern, known in KNOWN_PATTERNS.items():
-        if wanted == _strip(build_pre_tokenizer(known.tokenizer_json)):
+        if wanted == _strip(known.pre_tokenizer):
             return pattern
     return None
 

@@ -62,8 +62,8 @@ class ForeignTokenizer(Tokenizer):
         self._library = library
         self.special_tokens = find_special_tokens(library, vocab_size)
         self._eos_token = eos_token
-        self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
-        self.end_tokens = [self.special_tokens[name] for name in self._ends]
+        names = dict.fromkeys([*ends, eos_token])  # without repetition
+        self.end_tokens = [self.special_tokens[name] for name in names]
         self.eos_token_id = self.special_tokens[eos_token]
         self._decoder = library.decoder
         self._is_byte_level = self._decode_inside("\u0120") == " "
@@ -137,13 +137,6 @@ class ForeignTokenizer(Tokenizer):
             "adds_bos": self.adds_bos,
         }
 
-    def chat_settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"ends": self._ends}
-        if self.chat_template is not None:
-            settings["chat_template"] = self.chat_template
-            settings["template_tokens"] = self.template_tokens
-        return settings
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ForeignTokenizer":
         """Build the tokenizer that `to_json` wrote; ValueError or KeyError for damaged data."""
@@ -152,7 +145,7 @@ class ForeignTokenizer(Tokenizer):
             load_library(data["file"]),
             data["vocab_size"],
             data["document"],
-            data["ends"],
+            data.get("ends", []),
             data["adds_bos"],
             data.get("chat_template"),
             data.get("template_tokens"),

@@ -64,8 +64,9 @@ def create_tokenizer(
 
 def find_tokenizer(name: str) -> Tokenizer:
     """Find the tokenizer of a run, in a file, or of a kind that learns nothing."""
-    if Path(name).is_dir():
-        return load_tokenizer(Path(name) / "tokenizer.json")
+    path = Path(name)
+    if path.is_dir() or (path.parent.name and path.suffix != ".json"):  # as of runs/NAME
+        return load_tokenizer(path / "tokenizer.json")
     if name in ("auto", "char", "bpe"):
         raise DataError(
             f"{name}: learned from a text; give a run, or a file made by gptmini tokenizer train"

@@ -84,7 +84,14 @@ class Tokenizer(ABC):
 
     def chat_settings(self) -> dict[str, Any]:
         """Return the rest of what is saved (JSON data); it does not change the tokens of a text."""
-        return {}
+        names = {number: name for name, number in self.special_tokens.items()}
+        settings: dict[str, Any] = {}
+        if len(self.end_tokens) > 1:
+            settings["ends"] = [names[number] for number in self.end_tokens]
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+            settings["template_tokens"] = self.template_tokens
+        return settings
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode tokens into text; invalid UTF-8 becomes U+FFFD."""
@@ -108,12 +115,8 @@ class Tokenizer(ABC):
 
     @cached_property
     def chat_fingerprint(self) -> str:
-        """SHA-256 (hex) of all that decides the tokens of a conversation.
-
-        Without a chat template there are none, and it is the `fingerprint`.
-        """
-        settings = {} if self.chat_template is None else self.chat_settings()
-        return hashlib.sha256(self._dump(self.to_dict() | settings).encode()).hexdigest()
+        """SHA-256 (hex) of all of it, which decides the tokens of a conversation."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def _dump(self, settings: dict[str, Any]) -> str:
         header = {"format": TOKENIZER_FORMAT_VERSION, "kind": self.kind}
@@ -135,9 +138,6 @@ class _PlainTokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         return {} if self.chat_template is None else {"special_tokens": self.special_tokens}
-
-    def chat_settings(self) -> dict[str, Any]:
-        return {} if self.chat_template is None else {"chat_template": self.chat_template}
 
 
 class ByteTokenizer(_PlainTokenizer):

@@ -18,7 +18,6 @@ from gptmini.extras.interop.tokenizer_json import (
 from gptmini.tokenizer.byte_level import (
     BYTE_LEVEL,
     KNOWN_PATTERNS,
-    build_pre_tokenizer,
     find_pattern,
     recover_merges,
     to_byte_level,
@@ -233,9 +232,9 @@ def _get_pattern_name(metadata: JsonObject) -> str:
 
 def _build_byte_level(metadata: JsonObject, numbers: dict[str, int], path: Path) -> JsonObject:
     """Build the parts of tokenizer.json that follow from the name of the pattern."""
-    patterns = {name: pattern for pattern, name in KNOWN_PATTERNS.values() if name}
+    pre_tokenizers = {name: steps for steps, name in KNOWN_PATTERNS.values() if name}
     name = _get_pattern_name(metadata)
-    if name not in patterns:
+    if name not in pre_tokenizers:
         raise make_unsupported_error(path, "tokenizer.ggml.pre", name)
     merges = [
         merge
@@ -243,7 +242,7 @@ def _build_byte_level(metadata: JsonObject, numbers: dict[str, int], path: Path)
         if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
     ]
     return {
-        "pre_tokenizer": build_pre_tokenizer(patterns[name]),
+        "pre_tokenizer": pre_tokenizers[name],
         "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",

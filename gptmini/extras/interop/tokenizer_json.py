@@ -11,7 +11,6 @@ from gptmini.tokenizer.byte_level import (
     ANY_CHARACTER_PATTERN,
     BYTE_LEVEL,
     KNOWN_PATTERNS,
-    build_pre_tokenizer,
     recover_merges,
     to_byte_level,
 )
@@ -51,7 +50,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "normalizer": None,
         "post_processor": None,
         "decoder": BYTE_LEVEL,
-        "pre_tokenizer": build_pre_tokenizer(KNOWN_PATTERNS[pattern].tokenizer_json),
+        "pre_tokenizer": KNOWN_PATTERNS[pattern].pre_tokenizer,
         "model": {
             "dropout": None,
             "unk_token": None,

@@ -20,39 +20,12 @@ def estimate_on_accelerators(
     are no epochs to count. Setting `train.shard` does the same as `shard`.
     """
     shard = shard or (requested.train.shard and world_size > 1)
-    config, plan = _plan_for_accelerators(requested.with_train(shard=shard), cache, world_size)
+    config, settled = _plan_for_accelerators(requested.with_train(shard=shard), cache, world_size)
     is_micro_batch_open = requested.train.micro_batch_size is None
-    estimates = _estimate_ranks(config, accelerator, world_size, shard, is_micro_batch_open)
-    return describe_training(config, plan) | estimates
-
-
-def _plan_for_accelerators(
-    requested: Config, cache: Path, world_size: int
-) -> tuple[Config, Plan | None]:
-    """Settle what the accelerators leave open; without a plan where no text is needed."""
-    if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
-        model = {"dropout": requested.model.dropout or 0.0}
-        return requested.fill_open({"model": model}), None
-    # The device is not this machine's, and an open micro-batch is left to `plan_rank`.
-    elsewhere = requested.with_train(
-        device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
-    )
-    plan = make_plan(elsewhere, None, cache, dry_run=True, world_size=world_size)
-    return plan.config, plan
-
-
-def _estimate_ranks(
-    config: Config,
-    accelerator: Accelerator,
-    world_size: int,
-    shard: bool,
-    is_micro_batch_open: bool,
-) -> dict[str, Any]:
-    """Estimate the memory of one accelerator, and the time that `world_size` of them take."""
     plan = plans.plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
     tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
     sharded = ", sharded" if shard else ""
-    return {
+    return describe_training(config, settled) | {
         "memory": describe_memory(plan.memory, 0),
         "memory_otherwise": plan.memory_otherwise,
         "micro_batch_size": plan.config.train.micro_batch_size,
@@ -70,14 +43,27 @@ def _estimate_ranks(
             "teraflops": accelerator.teraflops,
             "utilization": accelerator.utilization,
             "bandwidth": plan.bandwidth,
-            "reached": plans.BANDWIDTH_EFFICIENCY,
-            "machine": plans.ACCELERATORS_PER_NODE,
             "link": accelerator.link_gb_per_second,
             "network": accelerator.network_gbit_per_second,
             "memory": f"the {accelerator.gigabytes} GB of one {accelerator.name}",
             "fits": plan.memory.peak < accelerator.gigabytes * 1e9,
         },
     }
+
+
+def _plan_for_accelerators(
+    requested: Config, cache: Path, world_size: int
+) -> tuple[Config, Plan | None]:
+    """Settle what the accelerators leave open; without a plan where no text is needed."""
+    if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
+        model = {"dropout": requested.model.dropout or 0.0}
+        return requested.fill_open({"model": model}), None
+    # The device is not this machine's, and an open micro-batch is left to `plan_rank`.
+    elsewhere = requested.with_train(
+        device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
+    )
+    plan = make_plan(elsewhere, None, cache, dry_run=True, world_size=world_size)
+    return plan.config, plan
 
 
 def format_speed(time: dict[str, Any]) -> list[str]:
@@ -98,6 +84,6 @@ def format_speed(time: dict[str, Any]) -> list[str]:
         f"meanwhile communication {time['communication_seconds']:.3g} s, "
         f"at {time['bandwidth'] / 1e9:,.0f} GB/s:",
         ", ".join(collectives),
-        f"({time['reached']:.0%} of {time['link']} GB/s within a machine of {time['machine']}, "
-        f"{time['network']:g} Gbit/s per rank between)",
+        f"({plans.BANDWIDTH_EFFICIENCY:.0%} of {time['link']} GB/s within a machine of "
+        f"{plans.ACCELERATORS_PER_NODE}, {time['network']:g} Gbit/s per rank between)",
     ]

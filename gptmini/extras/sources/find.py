@@ -29,14 +29,13 @@ class Copy:
     """A stretch of a text, from the character `start` up to `end`, that the training text has.
 
     Where that has it first, its words begin in `line` of `file`, which is the line or row of the
-    record in a file of records, and None in token files; and in the n-th `document`. All of these
-    count from 1.
+    record in a file of records; and in the n-th `document`. All of these count from 1.
     """
 
     start: int
     end: int
     file: str
-    line: int | None
+    line: int
     document: int
 
     @property
@@ -47,8 +46,7 @@ class Copy:
     @property
     def place(self) -> str:
         """Where it stands: `notes/a.md:12`."""
-        where = f", document {self.document}" if self.line is None else f":{self.line}"
-        return f"{self.file}{where}"
+        return f"{self.file}:{self.line}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON data."""

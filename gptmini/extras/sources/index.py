@@ -11,7 +11,7 @@ A file of it has these parts:
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,14 @@ from typing import Any
 import numpy as np
 
 from gptmini import files
-from gptmini.data.token_file import TokenFile
 from gptmini.errors import DataError, describe_os_error
 from gptmini.extras.sources.suffixes import Bytes, Positions, sort_suffixes
 from gptmini.tokenizer.chunks import Place
-from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAGIC = "gptmini copies 1"
 SEPARATOR = b"\xff"  # stands in no UTF-8, so that no match goes on behind a document
 PADDING = 64  # bytes that a search may read beyond the end
 SHA256_BYTES = 32
-QUICK_TEXT_BYTES = 2_000_000  # are indexed in about a second
-TOKENS_AT_ONCE = 1 << 18
 # A stretch of a document, whether a document begins with it, and where it is from.
 Piece = tuple[bytes, bool, Place]
 
@@ -47,35 +43,16 @@ class TextIndex:
     names: list[str]
     pieces: np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
-    def locate(self, position: int) -> tuple[str, int | None, int]:
+    def locate(self, position: int) -> tuple[str, int, int]:
         """Return the file, the line and the document of a position, each from 1 on.
 
-        The line of a record is the line, or row, that the record begins in. Token files have none.
+        The line of a record is the line, or row, that the record begins in.
         """
         number = int(np.searchsorted(self.pieces[:, 0], position, "right")) - 1
         begin, name, line, is_record, document = self.pieces[number].tolist()
-        if line and not is_record:
+        if not is_record:
             line += int((self.text[begin:position] == ord("\n")).sum())
-        return self.names[name], line or None, document
-
-
-def decode_pieces(
-    token_files: list[TokenFile], labels: list[str], tokenizer: Tokenizer
-) -> Iterator[Piece]:
-    """Yield the documents of token files, which know no lines."""
-    spellings = [tokenizer.decode_token(token) for token in range(tokenizer.vocab_size)]
-    for token in tokenizer.special_tokens.values():
-        spellings[token] = b""
-    for file, label in zip(token_files, labels, strict=True):
-        starts_document = True
-        for start in range(0, len(file), TOKENS_AT_ONCE):
-            tokens = file.read(start, min(TOKENS_AT_ONCE, len(file) - start))
-            (ends,) = (tokens == tokenizer.eos_token_id).nonzero()
-            for number, part in enumerate(np.split(tokens, ends)):
-                starts_document = starts_document or number > 0
-                if text := b"".join(map(spellings.__getitem__, part.tolist())):
-                    yield text, starts_document, Place(label, 0)
-                    starts_document = False
+        return self.names[name], line, document
 
 
 def build_index(pieces: Iterable[Piece]) -> TextIndex:
@@ -115,17 +92,14 @@ def write_index(index: TextIndex, path: Path) -> None:
 
 
 def read_index(path: Path) -> TextIndex:
-    """Map an index into memory, once all its bytes are checked.
-
-    FileNotFoundError if there is none, DataError for one that is damaged.
-    """
+    """Map an index into memory, once all its bytes are checked; DataError if it is damaged."""
     try:
-        files.open_regular(path).close()
+        with files.open_regular(path) as file:
+            begin = len(file.readline())
         stored = np.memmap(path, np.uint8, "r")
         end = len(stored) - SHA256_BYTES
         if hashlib.sha256(stored[:end].data).digest() != stored[end:].tobytes():
             raise ValueError("damaged")
-        begin = _find_line_end(stored)
         header: dict[str, Any] = json.loads(stored[:begin].tobytes())
         if header["magic"] != MAGIC:
             raise ValueError("another version")
@@ -134,17 +108,7 @@ def read_index(path: Path) -> TextIndex:
         order = stored[begin : begin + 4 * header["order"]].view("<i4")
         begin += 4 * header["order"]
         pieces = stored[begin:end].view("<i8").reshape(header["pieces"], 5)
-    except FileNotFoundError:
-        raise
     except (OSError, ValueError, LookupError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else error
         raise DataError(f"{path}: {reason}; delete it and run again") from None
     return TextIndex(text, order, header["names"], pieces)
-
-
-def _find_line_end(stored: Bytes) -> int:
-    """Return where the line ends that begins a file."""
-    at = 0
-    while stored[at] != ord("\n"):
-        at += 1
-    return at + 1

@@ -6,26 +6,19 @@ Its name there is a digest of the text and of the names of its files.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
 
-from gptmini.config.settings import Config
+from gptmini.config.settings import DataConfig
 from gptmini.console import format_bytes, say, show_elapsed
-from gptmini.data.corpus import TrainingText, encode_text, open_text
+from gptmini.data.corpus import TrainingText, open_text
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, search
-from gptmini.extras.sources.index import (
-    Piece,
-    TextIndex,
-    build_index,
-    decode_pieces,
-    read_index,
-    write_index,
-)
+from gptmini.extras.sources.index import Piece, TextIndex, build_index, read_index, write_index
 from gptmini.generate.run import Run
 from gptmini.tokenizer.chunks import TextChunk
-from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Sorting takes 25 bytes of memory for each of the text, and half a second a million of them
 # (scripts/LOG.md: How does one find copies of a training text?).
@@ -47,52 +40,42 @@ def open_index(run: Run) -> TextIndex:
     """Return the index of a run's training text, which the first call opens or makes."""
     with _indexing:
         if run not in _indexes:
-            _indexes[run] = load_index(run.path, run.config, run.tokenizer, run.corpus, run.cache)
+            _indexes[run] = load_index(run.path, run.config.data, run.corpus, run.cache)
         return _indexes[run]
 
 
-def load_index(
-    run: Path, config: Config, tokenizer: Tokenizer, content: str, cache: Path
-) -> TextIndex:
+def load_index(run: Path, settings: DataConfig, content: str, cache: Path) -> TextIndex:
     """Load the index of a run's training text; make it if it is not in the cache.
 
-    `content` is the SHA-256 of the text that the run was trained on. DataError for a text that is
-    not there any more or has changed, for a run without one, and for a text that is too large.
+    `settings` are those of the section `data`, and `content` is the SHA-256 of the text that the
+    run was trained on. DataError for a text that is not there any more or has changed, for a run
+    without one, and for a text that is too large.
     """
     if not content:
         raise DataError(
             f"{run}: has no record of a text, as it was not trained here; sources are found for "
             f"runs of gptmini train"
         )
-    if "-" in config.data.path:
+    if "-" in settings.path:
         raise DataError(
             f"{run}: was trained on standard input, which is gone; train on a file to find sources"
         )
-    with open_text(config.data, cache) as text:
-        if isinstance(text, TrainingText):
-            found = text.content
-            size = sum(side.text_bytes for side in text.training)
-            pieces = _read_pieces(text.iter_chunks())
-            named = [str(file.path) for whole in text.divided for file in whole.text.files]
-        else:
-            corpus = encode_text(text, config, cache, tokenizer=tokenizer)
-            found = corpus.content
-            size = sum(file.text_bytes for file in corpus.training)
-            labels = config.data.path if config.data.weights else [", ".join(config.data.path)]
-            pieces = decode_pieces(corpus.training, labels, tokenizer)
-            named = [*labels, tokenizer.fingerprint]
+    with open_text(settings, cache) as text:
+        if not isinstance(text, TrainingText):
+            raise DataError(
+                f"{run}: was trained on token numbers, which say no words; sources are found in "
+                f"texts"
+            )
+        file_names = [str(file.path) for whole in text.divided for file in whole.text.files]
         # The same text may lie in files of other names.
-        digest = hashlib.sha256(json.dumps([content, named]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([content, file_names]).encode()).hexdigest()
         path = cache / f"{digest[:20]}.copies"
-        names = ", ".join(config.data.path)
-        if found != content:
+        names = ", ".join(settings.path)
+        if text.content != content:
             raise DataError(f"{names}: not the text that {run} was trained on; restore it")
-        try:
+        with suppress(DataError):  # not there yet, or damaged
             return read_index(path)
-        except FileNotFoundError:
-            pass
-        except DataError:  # damaged; it is made again
-            pass
+        size = sum(part.text_bytes for part in text.training)
         if size > MAX_TEXT_BYTES:
             raise DataError(
                 f"{names}: {format_bytes(size)} of text, too much for an index; sources are found "
@@ -101,7 +84,7 @@ def load_index(
         if size > SLOW_TEXT_BYTES:
             say(f"sorting {format_bytes(size)} of text to find sources in it; this is done once")
         with show_elapsed("indexing the text"):
-            write_index(build_index(pieces), path)
+            write_index(build_index(_read_pieces(text.iter_chunks())), path)
     return read_index(path)
 
 

@@ -85,11 +85,10 @@ def test_masks_by_name():
     assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size
     assert attention_maps.build_mask("cross:4,20").shape == (4, 20)
     unknown = ["window:0", "window", "window:1,2", "strided:0", "global:2", "causal+x", "+"]
-    for wrong in [*unknown, "padding:3", "padding:1,middle", "x", "causal:3", "causal+cross:2,3"]:
+    unknown += ["padding:3", "padding:1,middle", "x", "causal:3", "causal+cross:2,3"]
+    unknown += ["cross", "cross:2", "cross:0,2", "cross:2,4", "cross:1,2,3", "cross:a,2"]
+    for wrong in unknown:
         with pytest.raises(ConfigError, match="use causal, window:N"):
-            attention_maps.build_mask(wrong, 3)
-    for wrong in ("cross", "cross:2", "cross:0,2", "cross:2,4", "cross:1,2,3", "cross:a,2"):
-        with pytest.raises(ConfigError, match="use cross:T,S"):
             attention_maps.build_mask(wrong, 3)
 
 
@@ -105,39 +104,21 @@ def test_parts_of_characters_are_named_and_explained():
     assert plain.endswith(attention_maps.MORE_OPTIONS_HINT)
 
 
-def test_wide_characters_take_two_columns():
-    weights = torch.ones(1, 1, 3, 3).tril()
-    view = attention_maps.AttentionView(weights, ["中文", "a", "😀"], 1, [0], 0)
-    head, *rows = view.format_text().splitlines()[-4:]
-    assert head == "query   中文      a     😀"
-    assert rows == ["中文   1.000", "a      1.000  1.000", "😀     1.000  1.000  1.000"]
-
-
 def test_one_head_is_shown_as_text():
-    weights = torch.tensor([[[[1.0, 0.0], [0.25, 0.75]]]])
-    lines = (
-        attention_maps.AttentionView(weights, ["The", "␣cat"], 1, [0], 0).format_text().splitlines()
-    )
-    assert [line.split() for line in lines[-3:]] == [
+    def lines(weights: torch.Tensor, labels: list[str], head: int | None = 0) -> list[str]:
+        view = attention_maps.AttentionView(weights[None, None], labels, 1, [0], head)
+        return view.format_text().splitlines()
+
+    weights = torch.tensor([[1.0, 0.0], [0.25, 0.75]])
+    assert [line.split() for line in lines(weights, ["The", "␣cat"])[-3:]] == [
         ["query", "The", "␣cat"],
         ["The", "1.000"],
         ["␣cat", "0.250", "0.750"],
     ]
+    assert lines(weights, ["The", "␣cat"], None)[-2] == "2 tokens: The ␣cat"
     T = 13
     last_but_one = torch.eye(T).roll(-1, 1).tril()
     last_but_one[0, 0] = 1
-    labels = [chr(97 + n) for n in range(T)]
-    lines = (
-        attention_maps.AttentionView(last_but_one[None, None], labels, 1, [0], 0)
-        .format_text()
-        .splitlines()
-    )
-    assert lines[-1].split() == ["12", "m", "11", "l", "1.000"]
-    lines = (
-        attention_maps.AttentionView(weights, ["The", "␣cat"], 1, [0], None)
-        .format_text()
-        .splitlines()
-    )
-    assert lines[-2] == "2 tokens: The ␣cat"
-    one = attention_maps.AttentionView(torch.ones(1, 1, 1, 1), ["The"], 1, [0], None)
-    assert one.format_text() == "1 token: The; it sees only itself, so there is nothing to compare"
+    assert lines(last_but_one, list("abcdefghijklm"))[-1].split() == ["12", "m", "11", "l", "1.000"]
+    (one,) = lines(torch.ones(1, 1), ["The"], None)
+    assert one == "1 token: The; it sees only itself, so there is nothing to compare"

@@ -16,6 +16,7 @@ from tests.support import SMALL
     [
         (["tokenizer", "encode", "none", "x"], 3, "none: no such tokenizer"),
         (["tokenizer", "encode", "none.json", "x"], 3, "none.json: no such file"),
+        (["tokenizer", "encode", "runs/none", "x"], 3, "tokenizer.json: no such file"),
         (["tokenizer", "encode", "bpe", "x"], 3, "bpe: learned from a text; give a run"),
         (["tokenizer", "encode", ".", "x"], 3, "tokenizer.json: no such file"),
         (["tokenizer", "encode", "byte", "\udcff"], 3, "not valid UTF-8 at position 0; convert"),

@@ -260,13 +260,8 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
 def test_wrong_settings_when_generating(gptmini, run):
     for words, line in [
         (["--temperature", "-1"], "--temperature: must be at least 0, not -1"),
-        (["--temperature", "nan"], "--temperature: must be a finite number"),
         (["--top-k", "0"], "--top-k: "),
-        (["--top-p", "1.5"], "--top-p: "),
         (["--max-new-tokens", "-1"], "--max-new-tokens: "),
-        (["--seed", "-1"], "--seed: "),
-        (["--min-p", "1"], "--min-p: "),
-        (["--set", "sample.repetition_penalty=0"], "sample.repetition_penalty"),
         (["--stop", ""], "--stop"),
         (["--set", "sample.bias=e"], "--set sample.bias: "),
         (["--set", "sample.bias={e: nan}"], "sample.bias.e: expected a number"),
@@ -276,7 +271,6 @@ def test_wrong_settings_when_generating(gptmini, run):
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),
         (["--device", "gpu"], "device gpu: unknown; use auto, cpu, cuda, mps or xpu"),
-        (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
     ]:
         code, out, err = gptmini("generate", run, "--prompt", "The ", *words)
         assert (code, out, err.count("\n")) == (2, "", 1)

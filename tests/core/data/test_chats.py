@@ -277,13 +277,6 @@ def test_prose_alone_gets_neither(tmp_path):
     assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 257)
 
 
-def test_a_file_of_a_tokenizer_without_a_template_refuses_conversations(tmp_path):
-    (tmp_path / "t.json").write_text(TOKENIZER.to_json())
-    path = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 90)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: a conversation"):
-        prepared(path, tmp_path / "cache", str(tmp_path / "t.json"))
-
-
 @pytest.mark.parametrize("split", ["tail", "documents"])
 def test_conversations_are_held_out_whole(tmp_path, split):
     records = [{"messages": [ASK, {**ANSWER, "content": f"{n}."}]} for n in range(200)]

@@ -3,7 +3,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import tiktoken
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.data import corpus as corpora
 from gptmini.data import formats
@@ -261,18 +260,6 @@ def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind)
     assert made.keys() == set(cache.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_a_fifo_in_the_cache_is_replaced(text_file: Path, tmp_path: Path, kind):
-    cache = tmp_path / "cache"
-    prepared(text_file, cache, kind)
-    made = {file: file.read_bytes() for file in cache.iterdir()}
-    for file in made:
-        file.unlink()
-        os.mkfifo(file)
-    prepared(text_file, cache, kind)
-    assert {file: file.read_bytes() for file in cache.iterdir()} == made
-
-
 def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_path: Path):
     first = prepared(text_file, tmp_path / "cache", "bpe")
     copy = tmp_path / "copy.txt"
@@ -306,71 +293,9 @@ def test_text_that_changes_while_read_leaves_nothing(text_file: Path, tmp_path: 
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_killed_at_any_moment_it_leaves_nothing_that_looks_complete(
-    text_file: Path, tmp_path: Path, monkeypatch
-):
-    whole = tmp_path / "whole"
-    prepared(text_file, whole, "bpe")
-    names = sorted(file.name for file in whole.iterdir())
-    calls = moment = 0
-
-    class Killed(BaseException):
-        pass
-
-    @contextmanager
-    def interrupted(path: Path) -> Iterator[Any]:
-        nonlocal calls
-        calls += 1
-        number = calls  # both sides of the split are open at once
-        with path.with_name(f".tmp-1-{path.name}").open("wb") as file:
-            yield file
-            if number == moment:
-                os.truncate(file.fileno(), 50)
-                raise Killed
-        os.replace(file.name, path)
-
-    for moment in range(1, 7):
-        calls = 0
-        cache = tmp_path / f"cache{moment}"
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "atomic_write", interrupted)
-            with pytest.raises(Killed):
-                prepared(text_file, cache, "bpe")
-        assert {f.name for f in cache.iterdir() if not f.name.startswith(".")} < set(names)
-        prepared(text_file, cache, "bpe")
-        for name in names:
-            assert (cache / name).read_bytes() == (whole / name).read_bytes()
-
-
 def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):
     with pytest.raises(MachineError, match="--cache"):
         prepared(text_file, text_file / "below-a-file")
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (" " * 3_000_000, "bpe"),
-        ("x" * 3_000_000, "bpe"),
-        ("\t" * 1_500_000 + "x", "bpe"),
-        ("東" * 1_000_000, "bpe"),
-        (" " * 3_000_000, "gpt2"),
-    ],
-    ids=["spaces", "a letter", "tabs", "Chinese", "spaces in gpt2"],
-)
-def test_texts_without_words_are_encoded_in_short_pieces(tmp_path: Path, kind, text):
-    """The time of a piece grows with the square of its length, and would be hours for the whole."""
-    if kind == "gpt2":
-        gpt2()
-    path = tmp_path / "a.txt"
-    path.write_text(text if text.strip() else text + "x")
-    source = find_text([str(path)], DataConfig())
-    assert max(len(piece.text) for piece in source.iter_chunks()) <= chunks.TEXT_BLOCK_SIZE
-    corpus = prepared(path, tmp_path / "cache", kind)
-    tokens = tokens_of(*corpus.training, *corpus.validation)
-    assert corpus.tokenizer.decode(tokens) == path.read_text()
-    sides = corpus.training + corpus.validation
-    assert sum(text.text_bytes for text in sides) == path.stat().st_size
 
 
 def test_token_files_are_the_same_on_any_number_of_cores(

@@ -8,7 +8,6 @@ import pytest
 from gptmini.data import fetch
 from gptmini.data.fetch import KNOWN_CORPORA, KnownCorpus
 from gptmini.errors import DataError, MachineError
-from tests.support import SHARED
 
 TEXT = b"to be or not to be\n" * 999
 
@@ -71,12 +70,3 @@ def test_without_network_alternatives_are_named(tmp_path: Path, monkeypatch):
         fetch.fetch("far", tmp_path)
     with pytest.raises(DataError, match="choose tinyshakespeare or tinystories"):
         fetch.fetch("x", tmp_path)
-
-
-def test_the_expected_hash_is_that_of_the_text():
-    path = SHARED / "data" / "tinyshakespeare.txt"
-    if not path.exists():
-        pytest.skip("no Tiny Shakespeare here")
-    known = KNOWN_CORPORA["tinyshakespeare"]
-    assert path.stat().st_size == known.bytes
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == known.sha256

@@ -64,16 +64,6 @@ def test_separators_split_documents_wherever_blocks_end(
     assert documents(path, separator=separator) == expected
 
 
-@pytest.mark.parametrize("separator", ["-", "\n\n", "-\n-", "ab"])
-def test_a_separator_may_lie_across_blocks(tmp_path: Path, monkeypatch, separator):
-    texts = ["one", "two three", "x" * 9, "\xe9", "four"]
-    (tmp_path / "a.txt").write_text(separator.join(texts))
-    for block in range(1, 30):
-        monkeypatch.setattr(formats, "TEXT_BLOCK_SIZE", block)
-        monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", block)
-        assert documents(tmp_path / "a.txt", separator=separator) == texts, block
-
-
 def packed(data: bytes, packing: str) -> bytes:
     if packing == ".gz":  # in two members, as `cat a.gz b.gz` makes
         return gzip.compress(data[:5], mtime=0) + gzip.compress(data[5:], mtime=0)
@@ -282,13 +272,6 @@ def test_without_pyarrow_its_formats_name_the_extra(tmp_path: Path, monkeypatch)
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(MachineError, match=rf"{name}: pyarrow is not .*-e '.\[data\]'"):
             documents(tmp_path / name)
-
-
-def test_text_that_looks_like_a_special_token_is_text(tmp_path: Path):
-    path = tmp_path / "a.txt"
-    path.write_text("one<|endoftext|>two")
-    assert documents(path) == ["one<|endoftext|>two"]
-    assert documents(path, separator="<|endoftext|>") == ["one", "two"]
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused_though_its_size_stays(tmp_path):

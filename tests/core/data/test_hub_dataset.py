@@ -18,7 +18,7 @@ from gptmini.config.yamlfile import read_file
 from gptmini.data.hub_dataset import DatasetName, fetch_dataset, parse_dataset_name
 from gptmini.data.text import find_text
 from gptmini.errors import DataError
-from tests.local_hub import NO_ENDPOINT, LocalHub, set_endpoint
+from tests.local_hub import LocalHub
 from tests.support import SMALL, WORDS
 
 NAME = "Somebody/stories"
@@ -174,14 +174,6 @@ def test_only_what_is_read_is_downloaded_and_only_once(gptmini, local_hub: Local
         assert not local_hub.downloads("test.parquet")
 
 
-def test_the_files_that_are_read_are_said(gptmini, local_hub: LocalHub):
-    files = {f"said/train-{number}.parquet": stories("a") for number in range(3)}
-    commit = local_hub.add(NAME, files, "dataset")
-    _, _, err = gptmini("train", f"hf:{NAME}", *BYTES, "--no-sample")
-    (line,) = (line for line in err.splitlines() if line.startswith(f"hf:{NAME}@{commit}: train-"))
-    assert "train-0.parquet and 2 more" in line
-
-
 # -- training --------------------------------------------------------------------------------------
 
 
@@ -212,17 +204,6 @@ def test_a_run_keeps_its_revision(gptmini, local_hub: LocalHub):
     assert code == 0
     assert f"hf:{NAME}@{newer}/train*: " in err
     assert (Path("runs/new") / last.relative_to("runs/stories")).exists()
-
-
-def test_a_run_resumes_without_network(gptmini, local_hub: LocalHub, monkeypatch):
-    local_hub.add(NAME, {"train.parquet": stories("a")}, "dataset")
-    command = ["train", f"hf:{NAME}", *BYTES, "--no-sample"]
-    assert gptmini(*command, "--steps", "2")[0] == 0
-    set_endpoint(monkeypatch, NO_ENDPOINT)
-    assert gptmini(*command, "--steps", "3")[0] == 0
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert gptmini(*command)[0] == 0
-    assert gptmini(*command, "--out", "runs/offline")[0] == 0  # the newest in the cache
 
 
 # What the Hub answers, by a part of the path; the exit code; a part of the line.
@@ -266,12 +247,6 @@ def test_offline_a_dataset_without_its_list_of_files_is_refused(
     shutil.rmtree(listed)
     monkeypatch.setattr("huggingface_hub._tree_cache._IN_MEMORY_TREE_CACHE", {})
     expect_one_line(gptmini("train", f"hf:{NAME}", *BYTES), 5, "HF_HUB_OFFLINE")
-
-
-def test_a_wrong_name_costs_one_line_before_anything_is_loaded(gptmini):
-    code, out, err = gptmini("train", "--data", "hf:a b/c", *BYTES)
-    assert (code, out) == (3, "")
-    assert err.startswith("gptmini: hf:a b/c: ")
 
 
 def test_without_the_packages_the_extras_are_named_before_the_download(

@@ -1,7 +1,6 @@
 import gzip
 import io
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,22 +253,6 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
     fewer = sides(words[::-3])
     assert set(fewer[0]) <= set(training)
     assert set(fewer[1]) <= set(validation)
-
-
-def test_each_side_gets_its_share_of_the_documents(tmp_path: Path):
-    path = tmp_path / "a.txt"
-    path.write_text("|".join(f"document {n}" for n in range(1000)))
-    settings = DataConfig.model_validate({"separator": "|", "split": "documents"})
-    source = find_text([str(path)], settings)
-    for validation, test in ((0.3, 0.3), (0.1, 0.4), (0.5, 0.05)):
-        shares: dict[Split, float] = {"validation": validation, "test": test}
-        shares["training"] = 1 - validation - test
-        divided = DividedText(source, validation, test)
-        counts = Counter(split for split, _ in divided.iter_chunks(shares))
-        assert counts.total() == 1000
-        for split, share in shares.items():
-            deviation = (1000 * share * (1 - share)) ** 0.5
-            assert abs(counts[split] - 1000 * share) < 4 * deviation, split
 
 
 def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):

@@ -1,12 +1,8 @@
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,15 +52,6 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
     assert tokens.text_bytes == text_file.stat().st_size
     for start, count in [(0, len(expected)), (0, 1), (250, 20), (len(expected) - 1, 1), (5, 0)]:
         assert tokens.read(start, count).tolist() == expected[start : start + count]
-
-
-def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", 4)  # several batches
-    path = tmp_path / "a.bin"
-    texts = [("one", True), (" and more", False), ("two", True), ("", True)]
-    pieces = (TextChunk(*each) for each in texts)
-    write(path, pieces)
-    assert TokenFile(path, BYTES).documents == 3
 
 
 def test_the_first_document_of_a_file_has_no_text_before_it(tmp_path: Path):
@@ -151,22 +138,6 @@ def test_a_stretch_has_its_share_of_bytes_and_documents(tmp_path: Path):
     assert part.path.name == "text+10+40-tokenizer.bin"
 
 
-def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
-    """The end of a sparse file of five billion tokens."""
-    monkeypatch.setattr(TokenFile, "_hash", lambda *_: "")
-    count = 5_000_000_000
-    path = tmp_path / "large.bin"
-    described = {"version": token_files.VERSION, "tokenizer": BYTES.fingerprint, "sha256": ""}
-    counts = {"tokens": count, "text_bytes": count, "documents": 1, "has_ignored": False}
-    path.with_suffix(".json").write_text(json.dumps(described | counts))
-    with path.open("wb") as file:
-        file.seek(2 * count - 6)
-        file.write(np.array([7, 8, 9], "<u2").tobytes())
-    tokens = TokenFile(path, BYTES)
-    assert len(tokens) == count
-    assert tokens.read(count - 4, 4).tolist() == [0, 7, 8, 9]
-
-
 @pytest.mark.parametrize(("vocab_size", "size"), [(257, 2), (65536, 2), (65537, 4), (200_000, 4)])
 def test_token_types_hold_the_largest_token(vocab_size, size):
     tokenizer = ByteTokenizer()
@@ -229,10 +200,3 @@ def test_epochs_are_those_of_the_most_visited_text():
         alone.count_epochs(10, 20, 200, None)
         == 200 * 20 * MIXTURE_CYCLE_WINDOWS / MIXTURE_CYCLE_WINDOWS / 49
     )
-
-
-def test_token_files_load_no_file_formats():
-    check = (
-        "import sys, gptmini.data.token_file as t; sys.exit('gptmini.data.formats' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

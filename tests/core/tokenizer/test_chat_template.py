@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,14 +151,6 @@ def test_a_template_that_never_ends_has_its_time(monkeypatch, name):
     template = ChatTemplate(ENDLESS[name], {}, Path("run"))
     with pytest.raises(CheckpointError, match="it takes over 5 seconds"):
         template.render([{"role": "user", "content": "a"}])
-
-
-def test_threads_may_share_a_template():
-    template = ChatTemplate(TEMPLATES["headers"], TOKENS, Path("run"))
-    conversations = [[{"role": "user", "content": str(number)}] for number in range(200)]
-    expected = [template.render(messages) for messages in conversations]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(template.render, conversations)) == expected
 
 
 def test_a_template_sees_plain_data_only():

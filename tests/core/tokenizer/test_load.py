@@ -1,4 +1,3 @@
-import os
 import socket
 from pathlib import Path
 
@@ -40,11 +39,6 @@ def test_without_network_the_offline_kinds_are_named(
         create_tokenizer("gpt2", None, ())
 
 
-def test_a_bpe_file_is_read(tmp_path: Path):
-    (tmp_path / "t.json").write_text(bpe_file())
-    assert load_tokenizer(tmp_path / "t.json").encode("abc").tolist() == [97, 98, 99]
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -69,9 +63,3 @@ def test_a_damaged_tokenizer_file_is_reported(tmp_path: Path, content):
     path.write_text(content)
     with pytest.raises(DataError, match=str(path)):
         load_tokenizer(path)
-
-
-def test_a_fifo_is_not_a_tokenizer_file(tmp_path: Path):
-    os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match=r"tokenizer.json: not a regular file; give a run"):
-        load_tokenizer(tmp_path / "tokenizer.json")

@@ -1,13 +1,10 @@
 """`gptmini size --accelerator`."""
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptmini.errors import GptminiError
 from gptmini.extras.plans import plans
 from gptmini.extras.plans import report as for_accelerators
 from gptmini.plan import report
@@ -84,32 +81,6 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
     assert out.endswith(f"{report.INDENT}{advice}\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "changed"),
-    [
-        ([], {}),
-        (["--ranks", "1024"], {"ranks": 1024}),
-        (["--ranks", "2", "--shard"], {"ranks": 2, "shard": True}),
-        (["--utilization", "1"], {"utilization": 1.0}),
-        (["--utilization", "0.01"], {"utilization": 0.01}),
-        (["--network", "0.1"], {"network": 0.1}),
-        (["--cache", "other"], {"cache": Path("other")}),
-    ],
-)
-def test_each_option_reaches_the_estimate(gptmini, monkeypatch, words, changed):
-    seen: dict[str, Any] = {}
-
-    def note(config: Any, cache: Path, hardware: Any, ranks: int, shard: bool) -> None:
-        seen.update(name=hardware.name, ranks=ranks, shard=shard, cache=cache)
-        seen.update(utilization=hardware.utilization, network=hardware.network_gbit_per_second)
-        raise GptminiError("noted")
-
-    monkeypatch.setattr(for_accelerators, "estimate_on_accelerators", note)
-    gptmini("size", *WORDS, "--accelerator", "A100", *words)
-    expected = {"name": "a100", "ranks": 1, "shard": False, "utilization": 0.55, "network": 200}
-    assert seen == expected | {"cache": Path(os.environ["GPTMINI_CACHE"])} | changed
-
-
 @pytest.mark.parametrize(("peak", "fits"), [(80e9 - 1, True), (80e9 + 1, False)])
 def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
     def plan(config: Any, *_: Any) -> plans.RankPlan:
@@ -127,27 +98,10 @@ def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
     words = ["--accelerator", "h100", "--ranks", "4", "--shard", "--network", "12.5"]
     facts = planned(gptmini, *words)
     assert (facts["memory_otherwise"], facts["micro_batch_size"]) == (8_000_000_000, 1)
-    assert facts["time"] == {
-        "on": "4 x h100, sharded",
-        "ranks": 4,
-        "sharded": True,
-        "minutes": 4.0,  # 4 steps
-        "seconds_per_step": 60.0,
-        "compute_seconds": 30.0,
-        "communication_seconds": 60.0,
-        "tokens_per_second": pytest.approx(64 / 60),
-        "tokens_per_second_per_rank": pytest.approx(16 / 60),
-        "collectives": {"all_gather": 3_000_000, "reduce_scatter": 5_000},
-        "teraflops": 989,
-        "utilization": 0.4,
-        "bandwidth": 7e9,
-        "reached": 0.8,
-        "machine": 8,
-        "link": 450,
-        "network": 12.5,
-        "memory": "the 80 GB of one h100",
-        "fits": fits,
-    }
+    time = facts["time"]
+    assert (time["on"], time["minutes"]) == ("4 x h100, sharded", 4.0)  # 4 steps
+    assert time["tokens_per_second"] == pytest.approx(64 / 60)
+    assert time["fits"] == fits
     assert for_accelerators.format_speed(facts["time"]) == [
         "the run fits in the 80 GB of one h100",
         "60 s per step, 1 tokens/s, 0 per rank",

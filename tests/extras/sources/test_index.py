@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import DataError
-from gptmini.extras.sources import index as indexes
 from gptmini.extras.sources import training_text
 from gptmini.extras.sources.find import Copies, search
 from gptmini.extras.sources.index import TextIndex
@@ -33,7 +31,7 @@ def open_of(path: str | list[str], kind: str = "byte", **data) -> TextIndex:
     config = tiny(data={"path": path, **data}, tokenizer={"kind": kind})
     cache = Path("cache")
     corpus = prepare_corpus(config, cache)
-    return load_index(RUN, config, corpus.tokenizer, corpus.content, cache)
+    return load_index(RUN, config.data, corpus.content, cache)
 
 
 def places(index: TextIndex, text: str) -> list[str]:
@@ -110,27 +108,6 @@ def test_only_what_was_trained_on_is_in_it():
     assert places(both, SEA + HILL) == ["b.txt:1 #1 47", f"c.txt:1 #2 {len(HILL)}"]
 
 
-def write_numbers(*documents: str) -> None:
-    """Write documents as the numbers of their bytes, each behind an end-of-text token."""
-    numbers = [[256, *text.encode()] for text in documents]
-    np.array([*chain.from_iterable(numbers)], np.uint16).tofile("a.bin")
-
-
-def test_token_numbers_have_documents_but_no_lines():
-    write_numbers(HILL, f"next\n{SEA}", FILLER + FILLER)
-    index = open_of("a.bin")
-    assert places(index, SEA) == ["a.bin, document 2 #2 47"]
-    assert places(index, f"{HILL}next") == [f"a.bin, document 1 #1 {len(HILL)}"]
-
-
-def test_tokens_are_read_in_blocks(monkeypatch):
-    write_numbers(f"{SEA}\n{HILL}", FILLER + FILLER)
-    monkeypatch.setattr(indexes, "TOKENS_AT_ONCE", 7)
-    index = open_of("a.bin")
-    assert places(index, f"{SEA}\n{HILL}") == [f"a.bin, document 1 #1 {48 + len(HILL)}"]
-    assert index.locate(len(f"{SEA}\n{HILL}".encode()) + 9)[2] == 2
-
-
 def test_it_is_made_once_and_again_if_it_is_damaged(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
     open_of("a.txt")
@@ -156,7 +133,7 @@ def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
     config = tiny(data={"path": "a.txt"})
     corpus = prepare_corpus(config, Path("cache"))
-    arguments = (RUN, config, corpus.tokenizer)
+    arguments = (RUN, config.data)
     load_index(*arguments, corpus.content, Path("cache"))
     Path("a.txt").write_text(f"{SEA}\n{FILLER}".replace("calm", "wild"))
     with pytest.raises(DataError, match=r"a\.txt: .*runs.my.*restore"):
@@ -166,9 +143,13 @@ def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
         load_index(*arguments, corpus.content, Path("cache"))
     with pytest.raises(DataError, match=r"runs.my: .*no record of a text"):
         load_index(*arguments, "", Path("cache"))
+    np.zeros(2000, np.uint16).tofile("a.bin")
+    numbers = tiny(data={"path": "a.bin"}, tokenizer={"kind": "byte"})
+    with pytest.raises(DataError, match=r"runs.my: .*token numbers"):
+        load_index(RUN, numbers.data, corpus.content, Path("cache"))
     piped = tiny(data={"path": "-"})
     with pytest.raises(DataError, match=r"runs.my: .*standard input"):
-        load_index(RUN, piped, corpus.tokenizer, corpus.content, Path("cache"))
+        load_index(RUN, piped.data, corpus.content, Path("cache"))
 
 
 def test_a_text_that_is_too_large_is_refused(monkeypatch):
