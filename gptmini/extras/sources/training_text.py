@@ -1,29 +1,22 @@
-"""The index of a run's training text: taken from the cache, or made if the text is the same.
+"""The index of a run's training text, if that is the same; its order is kept in the cache."""
 
-Its name there is a digest of the text and of the names of its files.
-"""
-
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import format_bytes, say, show_elapsed
+from gptmini.console import format_bytes, show_elapsed
 from gptmini.data.corpus import TrainingText, open_text
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, search
-from gptmini.extras.sources.index import Piece, TextIndex, build_index, read_index, write_index
+from gptmini.extras.sources.index import Piece, TextIndex, build_index
 from gptmini.generate.run import Run
-from gptmini.tokenizer.chunks import TextChunk
+from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 
 # Sorting takes 25 bytes of memory for each of the text, and half a second a million of them
 # (scripts/LOG.md: How does one find copies of a training text?).
 MAX_TEXT_BYTES = 300_000_000
-SLOW_TEXT_BYTES = 20_000_000
 
 
 # Threads that share a run share its index.
@@ -66,31 +59,24 @@ def load_index(run: Path, settings: DataConfig, content: str, cache: Path) -> Te
                 f"{run}: was trained on token numbers, which say no words; sources are found in "
                 f"texts"
             )
-        file_names = [str(file.path) for whole in text.divided for file in whole.text.files]
-        # The same text may lie in files of other names.
-        digest = hashlib.sha256(json.dumps([content, file_names]).encode()).hexdigest()
-        path = cache / f"{digest[:20]}.copies"
         names = ", ".join(settings.path)
         if text.content != content:
             raise DataError(f"{names}: not the text that {run} was trained on; restore it")
-        with suppress(DataError):  # not there yet, or damaged
-            return read_index(path)
-        size = sum(part.text_bytes for part in text.training)
+        with show_elapsed("indexing the text"):
+            pieces = _read_pieces(text.iter_chunks(), names)
+            return build_index(pieces, cache / f"{content[:20]}-order.npz")
+
+
+def _read_pieces(chunks: Iterable[TextChunk], names: str) -> Iterator[Piece]:
+    """Yield the pieces of a text; the messages of a conversation count as documents."""
+    size = 0
+    for text, starts_document, conversation, place in chunks:
+        size += count_utf8_bytes(text)
         if size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{names}: {format_bytes(size)} of text, too much for an index; sources are found "
-                f"in up to {format_bytes(MAX_TEXT_BYTES)}"
+                f"{names}: too much text for an index; sources are found in up to "
+                f"{format_bytes(MAX_TEXT_BYTES)}"
             )
-        if size > SLOW_TEXT_BYTES:
-            say(f"sorting {format_bytes(size)} of text to find sources in it; this is done once")
-        with show_elapsed("indexing the text"):
-            write_index(build_index(_read_pieces(text.iter_chunks())), path)
-    return read_index(path)
-
-
-def _read_pieces(chunks: Iterable[TextChunk]) -> Iterator[Piece]:
-    """Yield the pieces of a text; the messages of a conversation count as documents."""
-    for text, starts_document, conversation, place in chunks:
         if conversation is None:
             yield text.encode(), starts_document, place
             continue
