@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gptmini.generate.filters import make_random_number, sample_token
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
+    from gptmini.model.attention import Attention, attend, make_mask
     from gptmini.model.cache import KVCache
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer, compute_learning_rate
@@ -44,6 +45,9 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "iter_validation_batches": "train.batches",
     "GPT": "model.gpt",
     "KVCache": "model.cache",
+    "Attention": "model.attention",
+    "attend": "model.attention",
+    "make_mask": "model.attention",
     "Optimizer": "model.optim",
     "compute_learning_rate": "model.optim",
     "make_random_number": "generate.filters",
@@ -51,6 +55,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
 }
 __all__ = [  # without the guests, which may be missing
     "GPT",
+    "Attention",
     "Batches",
     "Config",
     "Corpus",
@@ -59,12 +64,14 @@ __all__ = [  # without the guests, which may be missing
     "Optimizer",
     "Run",
     "Tokenizer",
+    "attend",
     "compute_learning_rate",
     "errors",
     "evaluate",
     "fit",
     "iter_validation_batches",
     "load",
+    "make_mask",
     "make_random_number",
     "prepare_corpus",
     "sample_token",

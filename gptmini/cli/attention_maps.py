@@ -16,6 +16,7 @@ from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, make_mask
+from gptmini.model.cache import NoCache
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.spelling import explain_labels, label_tokens
 
@@ -123,11 +124,12 @@ def compute_attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     def record(module: Attention, arguments: tuple[Any, ...]) -> None:
         q, k, v = module.project_qkv(*arguments[:2])  # (1, H, T, K), (1, G, T, K), (1, G, T, K)
         T, K = v.shape[2:]
+        whole = NoCache(v.device)
         # K keys at a time, as fused kernels want values of the size of keys.
         n_chunks = -(-T // K)
         unit_vectors = torch.eye(T, n_chunks * K, device=v.device)
         chunks = [
-            module.mix(q, k, values.to(v.dtype).expand_as(v))  # (1, H, T, K)
+            module.mix(q, k, values.to(v.dtype).expand_as(v), whole)  # (1, H, T, K)
             for values in unit_vectors.split(K, dim=1)  # (T, K)
         ]
         layers.append(torch.cat(chunks, dim=-1)[0, :, :, :T])  # (H, T, T)

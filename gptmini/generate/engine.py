@@ -117,7 +117,7 @@ class TorchEngine(Engine):
     def __init__(self, model: GPT, n_slots: int = 1, use_cache: bool = True) -> None:
         self.n_slots = n_slots
         self._model = model
-        self._use_cache = use_cache
+        self._use_cache = use_cache and model.uses_cache
         self._on_cpu = model.device.type == "cpu"
         self._max_pass_tokens = PASS_TOKENS_ON_CPU if self._on_cpu else PASS_TOKENS
         self._slots: list[Sequence | None] = []  # the text in each row of the cache

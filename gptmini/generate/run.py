@@ -31,6 +31,7 @@ from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate import precision
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.filters import compute_logprob
+from gptmini.generate.own_model import build_own_model, check_cache, find_own_module
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
@@ -208,6 +209,7 @@ class Run:
             begun: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint}
             # The best evaluation was of other weights, if these have changed.
             progress = Progress(**begun | known | {"best": None})
+            progress.own_model |= find_own_module(self._model) is not None
             directory.save(Checkpoint(asdict(progress), self.model.state_dict(), {}))
 
     @overload
@@ -531,14 +533,22 @@ def load_run(
     config = directory.load_config()
     checkpoint = directory.load_best() if step is None else directory.load_checkpoint(step)
     tokenizer = directory.load_tokenizer(checkpoint)
-    if checkpoint.state.get("own_model") and model is None:
-        raise ConfigError(describe_own_model(directory.path))
-    build = model or create_undrawn
-    net = build(config.model).eval()
+    if model is not None:
+        net = build_own_model(model, config.model)
+    elif checkpoint.state.get("own_model"):
+        remedy = (
+            f'run = gptmini.load("{path}", model=build), then run.generate("The ") or '
+            f"gptmini.evaluate(run)"
+        )
+        raise ConfigError(describe_own_model(directory.path, remedy))
+    else:
+        net = create_undrawn(config.model)
     tensors = checkpoint.model
     check_shapes(tensors, net.state_dict(), directory.checkpoints)
-    net.load_state_dict(tensors, assign=True)
+    net.eval().load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
+    if model is not None:
+        check_cache(net)
     precision.round_weights(net, weights)
     target = _pick_device(device, net)
     if target.type != "cpu" and not (weights == "bfloat16" and multiplies_bfloat16(target)):

@@ -58,15 +58,12 @@ class Attention(nn.Module):
         self.register_buffer("alibi_slopes", slopes, persistent=False)
 
     def forward(
-        self,
-        x: Tensor,
-        cos_sin: tuple[Tensor, Tensor] | None = None,
-        cache: LayerCache | None = None,
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache
     ) -> Tensor:
         """Compute causal self-attention over x (B, T, D) -> (B, T, D).
 
-        `cos_sin` are those of `Rotary`, (T, K/2) each. With a cache, x continues the positions
-        already in it.
+        `cos_sin` are those of `Rotary`, (T, K/2) each. x continues the positions in the cache, of
+        which a `NoCache` has none.
         """
         q, k, v = self.project_qkv(x, cos_sin)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
         mixed = self.mix(q, k, v, cache)  # (B, H, T, K)
@@ -99,21 +96,15 @@ class Attention(nn.Module):
             k = apply_rotary(k, cos_sin)
         return q.type_as(v), k.type_as(v), v
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
         """Average, for each query, the values it sees: q (B, H, T, K) -> (B, H, T, K).
 
-        k and v (B, G, T, K) are appended to the cache, if there is one.
+        k and v (B, G, T, K) are those of the same T tokens; `cache.update` adds them to what the
+        queries may see. An attention of one's own overrides this (docs/own-attention.md).
         """
-        T = q.shape[2]
-        made: Masks = {}
-        if cache is None:
-            query_positions = torch.arange(T, device=q.device)  # (T,)
-            key_positions = query_positions
-        else:
-            query_positions = cache.next_positions(T)  # (T,) or (B, T)
-            k, v, key_positions = cache.update(k, v)  # (B, G, S, K) twice, (S,) or (B, S)
-            made = cache.masks
-        mask = self.mask(query_positions, key_positions, made)
+        query_positions = cache.next_positions(q.shape[2])  # (T,) or (B, T)
+        k, v, key_positions = cache.update(k, v)  # (B, G, S, K) twice, (S,) or (B, S)
+        mask = self.mask(query_positions, key_positions, cache.masks)
         dropout = self.dropout if self.training else 0.0
         backend = self.backend
         if key_positions.ndim == 2 and backend == "flash":

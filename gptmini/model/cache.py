@@ -72,6 +72,20 @@ class LayerCache:
         return keys, values, positions
 
 
+class NoCache(LayerCache):
+    """What a layer has where a text is read as a whole, as in training: it keeps nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.masks = {}
+        self._device = device
+
+    def next_positions(self, n: int) -> Tensor:
+        return torch.arange(n, device=self._device)
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return k, v, self.next_positions(k.shape[2])
+
+
 class KVCache:
     """One LayerCache per layer: 2 · G · K elements per row and stored position."""
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention
-from gptmini.model.cache import KVCache, LayerCache
+from gptmini.model.cache import KVCache, LayerCache, NoCache
 from gptmini.model.induction import wire_induction_head
 from gptmini.model.kernels import (
     Dropout,
@@ -57,7 +57,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache | None
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D); the arguments are those of `Attention.forward`."""
+        """(B, T, D) -> (B, T, D); the arguments are those of `Attention.forward`, or no cache."""
+        cache = cache or NoCache(x.device)
         x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -75,6 +76,7 @@ class GPT(nn.Module):
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
         self.gradient_checkpointing = False  # recompute each block in backward
+        self.uses_cache = True  # False for a model of one's own that cannot
         # The softmax of `linear_cross_entropy`, to be replaced by a compiled one.
         self.overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_
         self.embed = nn.Embedding(config.vocab_size, config.d_model)

@@ -48,8 +48,6 @@ def describe_changed_text(paths: list[str], run: Path) -> str:
     )
 
 
-def describe_own_model(run: Path) -> str:
-    """Return the message for a run whose model is not gptmini's, where nobody gives it."""
-    return (
-        f"{run}: trained with a model of its own; load it in Python, with gptmini.load(model=...)"
-    )
+def describe_own_model(run: Path, remedy: str) -> str:
+    """Return the message for a run whose model is not gptmini's, where nobody builds it."""
+    return f"{run}: has a model of its own; in Python: {remedy}"

@@ -43,8 +43,8 @@ def fit(
     errors of `gptmini.errors` that the command reports; after a signal that is Stopped, and the
     same call resumes. Under torchrun, all processes train one model.
 
-    Parts of your own, each a function, take the place of gptmini's; docs/from-python.md has an
-    example of each. Give the same ones to resume:
+    Parts of your own, each a function, take the place of gptmini's; docs/from-python.md and
+    docs/own-attention.md have examples. Give the same ones to resume:
 
     - `model` builds the GPT of a ModelConfig, such as a subclass of GPT or one with other modules;
     - `loss` computes the loss of the model on tokens and targets (B, T), a scalar: a mean over all

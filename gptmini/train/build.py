@@ -7,6 +7,7 @@ import torch
 from gptmini import machine
 from gptmini.console import show_elapsed
 from gptmini.errors import ConfigError
+from gptmini.generate.own_model import build_own_model, check_cache
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cuda_graph import Loss, create_loss
@@ -41,7 +42,8 @@ def build_training(
     if own.model is None:
         model = group.create_model(config.model, compute)
     else:
-        model = own.model(config.model).to(compute.device)
+        model = build_own_model(own.model, config.model).to(compute.device)
+        check_cache(model)
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)

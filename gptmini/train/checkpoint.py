@@ -76,7 +76,9 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
             f"prepared; run the same command again, or restore it"
         )
     if checkpoint.state.get("own_model") and training.own.model is None:
-        raise ConfigError(describe_own_model(base.path))
+        changed = f'config | {{"base": {{"run": "{base.path}"}}}}'
+        remedy = f'gptmini.fit({changed}, "{training.run.path}", model=build)'
+        raise ConfigError(describe_own_model(base.path, remedy))
     _load_weights(training, checkpoint, base.checkpoints)
     training.progress.source = checkpoint.state.get("source", "")
 
@@ -165,7 +167,10 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
             f"{run.path}"
         ) from None
     if saved.own_model and training.own.model is None:
-        raise ConfigError(describe_own_model(run.path))
+        remedy = f'gptmini.fit("{run.path}/config.yaml", "{run.path}", model=build)'
+        raise ConfigError(describe_own_model(run.path, remedy))
+    if training.own.model is not None and not saved.own_model:
+        raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config.data.path, run.path))
     return saved

@@ -54,10 +54,14 @@ def _warn_of_many_epochs(config: Config, text: TextSize) -> None:
 def _describe_model(training: Training) -> str:
     model = training.config.model
     count = cost.count_parameters(model)
+    kind = ""
+    if training.own.model is not None:
+        count = sum(parameter.numel() for parameter in training.model.parameters())
+        kind = ", a model of your own"
     size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
     window = f", window {model.attention.window}" if model.attention.window else ""
     return (
-        f"  model     {size} parameters: {format_count(model.n_layer, 'layer')}, "
+        f"  model     {size} parameters{kind}: {format_count(model.n_layer, 'layer')}, "
         f"width {model.d_model}, {format_count(model.n_head, 'head')} / "
         f"{format_count(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
         f"context {model.context_length}"

@@ -13,7 +13,7 @@ from bench.results import Extent, Table
 from gptmini.config.settings import ModelConfig
 from gptmini.machine import keep_freed_memory
 from gptmini.model.attention import Attention, attend
-from gptmini.model.cache import KVCache
+from gptmini.model.cache import KVCache, NoCache
 
 VARIANTS = {
     "mha": {"variant": "mha"},
@@ -58,7 +58,7 @@ def make_training_call(name: str, length: int, rows: int) -> Callable[[], object
 
     def call() -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            out = module(x)
+            out = module(x, None, NoCache(x.device))
         out.float().sum().backward()
 
     return call

@@ -55,13 +55,19 @@ def matches_torch(library: ctypes.CDLL, model: GPT, weights: str) -> bool:
     """Compare the compiled step with this model; warn if they differ, once per model."""
     with _evaluating(model):
         mismatch = _describe_mismatch(library, model, weights)
-    if mismatch and model not in _reported:
+    if mismatch:
+        warn_of_mismatch(model, mismatch)
+    return mismatch is None
+
+
+def warn_of_mismatch(model: GPT, mismatch: str) -> None:
+    """Say, once per model, why PyTorch generates with it."""
+    if model not in _reported:
         _reported.add(model)
         warn(
-            f"compiled engine: does not compute this model ({mismatch}), as after a "
-            "change in gptmini/model; generating with PyTorch, which is slower"
+            f"compiled engine: does not compute this model ({mismatch}); generating with PyTorch, "
+            f"which is slower"
         )
-    return mismatch is None
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from gptmini.errors import CheckpointError, ConfigError, GptminiError, shorten
 from gptmini.extras.interop import architectures, gguf, gguf_reader, huggingface
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.folding import fold
+from gptmini.generate.own_model import find_own_module
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import create_undrawn
 from gptmini.tokenizer.foreign import SPACE
@@ -101,6 +102,8 @@ def export_run(
     run = run if isinstance(run, Run) else load_run(run, "cpu", "float32", cache)
     if run.weights != "float32":
         raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
+    if own := find_own_module(run.model):
+        raise ConfigError(f"{run.path}: {own}, which no other program computes; use it in Python")
     if to not in ("hf", "gguf"):
         raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
     out = Path(out)

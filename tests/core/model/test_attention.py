@@ -12,7 +12,7 @@ from gptmini.config.settings import ModelConfig
 from gptmini.errors import MachineError
 from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, attend, choose_backend, make_mask
-from gptmini.model.cache import KVCache, LayerCache
+from gptmini.model.cache import KVCache, LayerCache, NoCache
 from gptmini.model.layers import Rotary
 
 
@@ -33,6 +33,7 @@ def by_the_book(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out
 
 
+WHOLE = NoCache(torch.device("cpu"))  # texts are read whole
 SHAPES = [  # H, G, T, S, K, size of a value
     (4, 4, 5, 5, 8, 8),
     (4, 2, 5, 5, 8, 8),
@@ -70,7 +71,7 @@ def test_a_kernel_may_lay_its_result_out_as_it_likes(T, variant, monkeypatch):
     x = torch.randn(2, 9, 32)
     with torch.no_grad():
         cos_sin = Rotary(config)(torch.arange(9))
-        expected = attention(x, cos_sin)
+        expected = attention(x, cos_sin, WHOLE)
     kernel = F.scaled_dot_product_attention
 
     def transposed(*inputs, **options):
@@ -239,7 +240,7 @@ def test_gqa_is_mha_with_equal_heads_in_a_group():
         heads = getattr(grouped, name).weight.view(2, 8, 32)
         getattr(full, name).weight.data = heads.repeat_interleave(2, dim=0).reshape(32, 32)
     x = torch.randn(2, 9, 32)
-    torch.testing.assert_close(grouped(x), full(x))
+    torch.testing.assert_close(grouped(x, None, WHOLE), full(x, None, WHOLE))
 
 
 @pytest.mark.parametrize(("variant", "kv_heads"), [("mha", 4), ("mqa", 1)])
@@ -247,7 +248,7 @@ def test_gqa_has_mha_and_mqa_at_its_ends(variant, kv_heads):
     grouped, plain = Attention(config_of("gqa", kv_heads)), Attention(config_of(variant))
     plain.load_state_dict(grouped.state_dict())
     x = torch.randn(2, 9, 32)
-    assert torch.equal(grouped(x), plain(x))
+    assert torch.equal(grouped(x, None, WHOLE), plain(x, None, WHOLE))
 
 
 def test_the_cache_grows_with_the_number_of_kv_heads():
@@ -310,7 +311,7 @@ def test_the_module_equals_the_written_out_mechanism(variant, position, window, 
     expected = module.o_proj(torch.stack(rows).transpose(1, 2).flatten(2))
     (gradient,) = torch.autograd.grad(expected.square().sum(), x)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        found = module(x, cos_sin).float()
+        found = module(x, cos_sin, WHOLE).float()
     atol, rtol = TOLERANCES[dtype]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     (found_gradient,) = torch.autograd.grad(found.square().sum(), x)

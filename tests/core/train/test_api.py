@@ -174,28 +174,6 @@ def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, t
         run.save(tmp_path / "further")
 
 
-def test_a_run_with_a_model_of_its_own_is_no_run_without_it(gptmini, text_file, tmp_path):
-    """Its tensors would fit gptmini's model, which computes another function."""
-    import gptmini as package
-
-    cache = tmp_path / "cache"  # the one of the commands
-    run = package.fit(asked(text_file), "runs/own", cache, model=Doubled)
-    assert run.generate("the", max_new_tokens=3)
-    again = package.load("runs/own", model=Doubled)
-    assert type(again.model) is Doubled
-    for words in (
-        ["generate", "runs/own"],
-        ["evaluate", "runs/own"],
-        ["train", "--from", "runs/own", "--data", str(text_file), "--out", "runs/next"],
-    ):
-        code, _, err = gptmini(*words)
-        assert code == 2, (words, err)
-        assert "runs/own" in err
-    longer = asked(text_file) | {"train": {**TINY["train"], "steps": 8}}
-    with pytest.raises(ConfigError, match="runs/own"):
-        package.fit(longer, "runs/own", cache)
-
-
 @pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_any_optimizer_of_torch_is_resumed(build, text_file, tmp_path):
     cache = new_cache(tmp_path)

@@ -1,0 +1,186 @@
+"""A model of one's own: what it must be, what its cache may break, and where it is refused."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gptmini as package
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import ConfigError, Stopped
+from gptmini.generate.engine import TorchEngine, open_engine
+from gptmini.generate.own_model import find_own_module
+from gptmini.model.attention import Attention
+from gptmini.model.cache import LayerCache, NoCache
+from gptmini.model.gpt import GPT
+from gptmini.runs.directory import RunDirectory
+from tests.support import SMALL, TINY
+
+
+class Gated(Attention):
+    """Each head is scaled by a gate that reads the token."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.gate = nn.Linear(config.d_model, config.n_head)
+
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache
+    ) -> Tensor:
+        q, k, v = self.project_qkv(x, cos_sin)
+        gates = self.gate(x).sigmoid().mT  # (B, H, T)
+        mixed = self.mix(q, k, v, cache) * gates[..., None]  # (B, H, T, K)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Forgetful(Gated):
+    """Sees what it is given, and no earlier key."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        return super().mix(q, k, v, NoCache(q.device))
+
+
+class Larger(Gated):
+    """Would keep keys that do not fit into the cache."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        return super().mix(*(torch.cat([each, each], dim=-1) for each in (q, k, v)), cache)[
+            ..., : self.head_dim
+        ]
+
+
+def exchange(config: ModelConfig, attention: type[Gated]) -> GPT:
+    model = GPT(config)
+    for layer, block in enumerate(model.blocks):
+        block.attn = attention(config, layer)
+    return model
+
+
+def build(config: ModelConfig) -> GPT:
+    return exchange(config, Gated)
+
+
+@pytest.fixture
+def config(text_file: Path, gptmini) -> dict:
+    """In an empty folder, where commands run, too."""
+    return TINY | {"data": {"path": str(text_file)}}
+
+
+def test_stopped_and_resumed_it_has_the_same_bits(config, default_signals):
+    whole = package.fit(config, "whole", model=build)
+
+    def stop(step: int, metrics: dict) -> None:
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        package.fit(config, "stopped", model=build, on_step=stop)
+    stopped = package.fit(config, "stopped", model=build)
+    assert whole.tensors.keys() == stopped.tensors.keys()
+    assert all(torch.equal(stopped.tensors[name], each) for name, each in whole.tensors.items())
+
+
+def test_loaded_again_it_evaluates_and_generates_alone_as_in_a_batch(config, capfd):
+    trained = package.fit(config, "own", model=build)
+    size = sum(parameter.numel() for parameter in trained.model.parameters())
+    assert f"{size / 1e3:.1f} k parameters, a model of your own" in capfd.readouterr().err
+    run = package.load("own", weights="float32", model=build)
+    assert package.evaluate(run).loss == package.evaluate(trained).loss
+    best = RunDirectory(Path("own")).find_best().state["best"]
+    assert package.evaluate(run).loss == pytest.approx(best["val_loss"], rel=1e-5)
+    prompts = ["the", "a mat. the cat", "lazy"]
+    together = run.generate(prompts, max_new_tokens=9, temperature=0)
+    alone = [run.generate(prompt, max_new_tokens=9, temperature=0) for prompt in prompts]
+    assert together == alone
+    (uncached,) = run.start(["the"], use_cache=False, max_new_tokens=9, temperature=0).finish()
+    assert uncached.text == alone[0]
+    assert run.start(["the"]).engine == "torch"
+    assert "computes something else" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attention", "problem"), [(Forgetful, "logits differ by"), (Larger, "RuntimeError")]
+)
+def test_one_that_breaks_the_cache_is_told_so_and_generates_without(
+    attention, problem, config, capfd
+):
+    def build_wrongly(config: ModelConfig) -> GPT:
+        return exchange(config, attention)
+
+    run = package.fit(config, "own", model=build_wrongly)
+    err = capfd.readouterr().err
+    first, _, later = err.partition("step 1/6")
+    for part in (first, later):  # before it trains, and where it is loaded
+        assert part.count("warning: model: computes something else token by token") == 1
+    assert problem in first
+    text = run.generate("the", max_new_tokens=5, temperature=0)
+    tokens = run.encode("the")
+    for _ in range(5):
+        tokens.append(int(run.model(torch.tensor([tokens]))[0, -1].argmax()))
+    assert text == run.decode(tokens[-5:])
+
+
+def test_the_lines_that_refuse_it_are_python_that_works(gptmini, config, text_file):
+    package.fit(config, "own", model=build)
+    names = {"gptmini": package, "build": build, "config": config}
+    for words in (["generate", "own"], ["evaluate", "own"], ["score", "own", "--text", "a"]):
+        code, _, err = gptmini(*words)
+        assert code == 2
+        (lines,) = re.findall(
+            "own: has a model of its own; in Python: (.*), then (.*) or (.*)\n", err
+        )
+        load, use, evaluate = lines
+        exec(load, names)
+        assert eval(use, names)
+        assert eval(evaluate, names).loss > 0
+    for words, steps in (
+        (["train", "own/config.yaml", "--out", "own", "--steps", "9"], 6),
+        (["train", "--data", str(text_file), "--from", "own", "--out", "next", *SMALL[2:]], 6),
+    ):
+        code, _, err = gptmini(*words)
+        assert code == 2
+        (line,) = re.findall("own: has a model of its own; in Python: (.*)\n", err)
+        assert eval(line, names).step <= steps
+    based = RunDirectory(Path("next"))
+    assert based.load_config().base.run == "own"
+    assert isinstance(package.load("next", model=build).model.blocks[0].attn, Gated)
+
+
+def test_what_is_begun_with_a_model_goes_on_with_it(config):
+    package.fit(config, "own", model=build)
+    package.fit(config, "plain")
+    longer = config | {"train": {**config["train"], "steps": 8}}
+    with pytest.raises(ConfigError, match="own: has a model of its own"):
+        package.fit(longer, "own")
+    with pytest.raises(ConfigError, match="plain: was begun with gptmini's model"):
+        package.fit(longer, "plain", model=GPT)
+
+
+@pytest.mark.parametrize(
+    "wrong", [GPT(tiny_model := ModelConfig(vocab_size=9)), lambda config: None]
+)
+def test_a_builder_returns_a_model(wrong, config):
+    with pytest.raises(ConfigError, match="model: must be a function that takes a ModelConfig"):
+        package.fit(config, "own", model=wrong)
+    assert not Path("own").exists()
+
+
+def test_one_that_was_put_together_by_hand_is_saved_as_what_it_is(config):
+    run = package.fit(config, "plain")
+    for layer, block in enumerate(run.model.blocks):
+        block.attn = Gated(run.config.model, layer)
+    run.save("own")
+    with pytest.raises(ConfigError, match="own: has a model of its own"):
+        package.load("own")
+    assert package.load("own", model=build).generate("the")
+
+
+def test_its_modules_are_known_by_their_classes():
+    config = ModelConfig(vocab_size=9, n_layer=2, n_head=4, d_model=32)
+    assert find_own_module(GPT(config)) is None
+    model = build(config).eval()
+    assert find_own_module(model) == "blocks.0.attn is a Gated"
+    assert type(open_engine(model, 1)) is TorchEngine
