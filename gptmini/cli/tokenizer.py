@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gptmini.cli.options import AsJson, Errors, argument, flag, option, parse_number
-from gptmini.console import escape_control_characters, say, stream_to_stdout
+from gptmini.console import escape_control_characters, format_table, say, stream_to_stdout
 from gptmini.errors import DataError, shorten
 from gptmini.files import atomic_write_bytes, decode_utf8
 
@@ -61,14 +61,20 @@ def encode(
     text: str | None = argument(None, "TEXT", "The text.", show_default="standard input"),
     special: bool = flag("Read special tokens in the text, such as <|endoftext|>.", "--special"),
 ) -> None:
-    """Print the tokens of a text as numbers."""
+    """Print the tokens of a text as numbers; a terminal shows the pieces beside them."""
     from gptmini.tokenizer.load import find_tokenizer
+    from gptmini.tokenizer.spelling import label_tokens
 
     encoder = find_tokenizer(name)
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
-    encoded = encoder.encode_special(text) if special else encoder.encode(text)
-    stream_to_stdout([" ".join(map(str, encoded.tolist())), "\n"])
+    encoded = (encoder.encode_special(text) if special else encoder.encode(text)).tolist()
+    numbers = list(map(str, encoded))
+    shown = " ".join(numbers)
+    if sys.stdout.isatty():
+        labels = label_tokens(encoder, encoded)
+        shown = format_table([("token", "text"), *zip(numbers, labels, strict=True)])
+    stream_to_stdout([shown, "\n"])
 
 
 @tokenizer_app.command()

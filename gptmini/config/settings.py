@@ -162,7 +162,8 @@ class TokenizerConfig(Section):
 
     kind: str = "auto"
     """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
-    gpt2; or a saved tokenizer (.json). auto: bpe, or byte for less than 40 KB to train on."""
+    gpt2; or a saved tokenizer (.json), ours or Hugging Face's. auto: bpe, or byte for less than
+    40 KB to train on."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
     """Number of tokens of a bpe tokenizer; null: chosen for the text, the model and the minutes."""
 

@@ -161,7 +161,9 @@ def import_library() -> type["Library"]:
     try:
         from tokenizers import Tokenizer as Library  # noqa: PLC0415 - an extra
     except ImportError:
-        raise make_missing_package_error("imported models", "tokenizers", "hub") from None
+        raise make_missing_package_error(
+            "tokenizers of Hugging Face", "tokenizers", "hub"
+        ) from None
     return Library
 
 
@@ -240,7 +242,7 @@ def _get_tokens(library: "Library", text: str) -> list[int]:
 def adopt_tokenizer(
     file: str,
     path: Path,
-    vocab_size: int,
+    vocab_size: int | None = None,
     end_tokens: Sequence[int | str | None] = (),
     bos_token: int | str | None = None,
     chat_template: str | None = None,
@@ -248,12 +250,14 @@ def adopt_tokenizer(
 ) -> ForeignTokenizer:
     """Make the tokenizer of a model with `vocab_size` tokens of the content of a tokenizer.json.
 
-    `end_tokens`, numbers or names, end a text; whatever is not special is ignored. The end-of-text
-    token is the one that the file puts before texts; or else `<|endoftext|>`, `bos_token`, or the
-    first of `end_tokens`. Raises ValueError for a damaged file, DataError, which names `path`, for
-    one that is another model's.
+    A new model, None, has those of the file. `end_tokens`, numbers or names, end a text; whatever
+    is not special is ignored. The end-of-text token is the one that the file puts before texts; or
+    else `<|endoftext|>`, `bos_token`, or the first of `end_tokens`. Raises ValueError for a damaged
+    file, DataError, which names `path`, for one that is another model's.
     """
     library = load_library(file)
+    if vocab_size is None:
+        vocab_size = 1 + max(library.get_vocab().values())
     special_tokens = find_special_tokens(library, vocab_size)
     names: dict[int | str | None, str] = {}
     for name, number in special_tokens.items():

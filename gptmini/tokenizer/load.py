@@ -14,7 +14,7 @@ from gptmini.tokenizer.bpe_tokenizer import (
     create_bpe_tokenizer,
     load_published_encoding,
 )
-from gptmini.tokenizer.foreign import ForeignTokenizer
+from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import (
     CHAT_TEMPLATE,
     CHAT_TOKENS,
@@ -25,6 +25,8 @@ from gptmini.tokenizer.tokenizers import (
     CharTokenizer,
     Tokenizer,
 )
+
+USUAL_ENDS = ("</s>", "<eos>")  # what ends a text where <|endoftext|> is missing
 
 
 def create_tokenizer(
@@ -75,17 +77,23 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
+    """Load a saved tokenizer, ours or a tokenizer.json of Hugging Face.
+
+    DataError if the file is missing, damaged or something else.
+    """
     try:
-        return from_dict(files.read_json(path))
+        data = files.read_json(path)
+        if "format" not in data and "model" in data:
+            return adopt_tokenizer(files.read_regular(path).decode(), path, end_tokens=USUAL_ENDS)
+        return from_dict(data)
     except OSError as error:
         raise DataError(
             f"{path}: {describe_os_error(error)}; give a run or a tokenizer file"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}: not a complete gptmini tokenizer ({error}); restore it, or make one with "
-            f"gptmini tokenizer train"
+            f"{path}: not a complete tokenizer ({error}); restore it, or make one with gptmini "
+            f"tokenizer train"
         ) from None
 
 

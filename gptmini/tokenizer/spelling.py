@@ -15,12 +15,11 @@ BYTES_LEGEND = "in hex: bytes that are no whole character"
 
 
 def label_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Label each token of a text."""
+    """Label each token of a text; a special one by its name."""
     labels = label_pieces([tokenizer.decode_token(token) for token in tokens])
-    return [
-        "<doc>" if token == tokenizer.eos_token_id else label
-        for token, label in zip(tokens, labels, strict=True)
-    ]
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    names[tokenizer.eos_token_id] = "<doc>"
+    return [names.get(token, label) for token, label in zip(tokens, labels, strict=True)]
 
 
 def label_pieces(pieces: Sequence[bytes]) -> list[str]:

@@ -59,6 +59,14 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     )
 
 
+def test_a_terminal_shows_the_pieces_beside_the_numbers(gptmini, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    out = gptmini("tokenizer", "encode", "byte", "a é<|endoftext|>", "--special")[1]
+    assert out.splitlines() == [
+        *("token  text", "   97  a", "   32  ␣", "  195  é1/2", "  169  é2/2", "  256  <doc>")
+    ]
+
+
 def test_a_closed_pipe_ends_it_quietly(text_file: Path):
     command = [sys.executable, "-m", "gptmini", "tokenizer", "encode", "byte"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

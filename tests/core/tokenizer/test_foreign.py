@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import foreign
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
-from gptmini.tokenizer.load import load_tokenizer, parse_tokenizer
+from gptmini.tokenizer.load import find_tokenizer, load_tokenizer, parse_tokenizer
 from tests.foreign import ADDED, MAKERS, MENTIONED, ODD, TEXT, tokenizers
+from tests.support import SMALL
 
 
 def adopt(library: Any, **more: Any) -> ForeignTokenizer:
@@ -224,3 +225,34 @@ def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(MachineError, match=r"tokenizers .*\[hub\]"):
         parse_tokenizer(PAIRS["GPT-2"].ours.to_json())
+
+
+def test_a_new_model_takes_a_file_as_it_came_and_its_run_keeps_it(gptmini, text_file: Path):
+    library = PAIRS["GPT-2"].library
+    file = Path("folder/tokenizer.json")
+    file.parent.mkdir()
+    library.save(str(file))
+    for name in ("folder", str(file)):
+        assert find_tokenizer(name).fingerprint == load_tokenizer(file).fingerprint
+    ours = load_tokenizer(file)
+    assert ours.vocab_size == library.get_vocab_size()
+    assert ours.encode(TEXT).tolist() == library.encode(TEXT, add_special_tokens=False).ids
+    train = ["train", "--data", str(text_file), "--set", f"tokenizer.kind={file}", *SMALL]
+    assert gptmini(*train)[0] == 0
+    file.unlink()
+    assert gptmini(*train, "--steps", "3")[0] == 0  # resumes
+    assert load_tokenizer(Path("runs/text/tokenizer.json")).fingerprint == ours.fingerprint
+    assert load_tokenizer(Path("runs/text/tokenizer.json")).file == library.to_str(pretty=True)
+    assert gptmini("generate", "runs/text", "--prompt", "a", "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_file_without_end_of_text_takes_a_usual_one_or_says_what_is_missing(tmp_path: Path):
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "</s>": 1}, []))
+    library.decoder = tokenizers.decoders.Fuse()
+    file = tmp_path / "tokenizer.json"
+    library.save(str(file))
+    with pytest.raises(DataError, match=r"tokenizer.json: no token ends a document; add"):
+        load_tokenizer(file)
+    library.add_special_tokens(["</s>"])
+    library.save(str(file))
+    assert load_tokenizer(file).end_tokens == [1]

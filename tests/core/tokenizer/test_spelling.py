@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.tokenizer.spelling import BYTES_LEGEND, explain_labels, label_pieces, label_tokens
-from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
+from gptmini.tokenizer.tokenizers import CHAT_TEMPLATE, ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
 
@@ -19,6 +19,12 @@ def split(text: str, *places: int) -> list[bytes]:
 def test_symbols_show_what_cannot_be_seen():
     labels = [label_tokens(BYTES, [token])[0] for token in (65, 32, 10, 0x1B, 0xC3, 256)]
     assert labels == ["A", "␣", "\\n", "\\x1b", "c3", "<doc>"]
+
+
+def test_a_special_token_is_named():
+    assert label_tokens(ByteTokenizer(CHAT_TEMPLATE), [257, 97, 258]) == [
+        *("<|im_start|>", "a", "<|im_end|>")
+    ]
 
 
 def test_a_whole_character_is_itself():
