@@ -12,7 +12,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -20,7 +20,9 @@ from gptmini.files import IS_WINDOWS
 
 T = TypeVar("T")
 MARK = "\x1b[4;35m"  # underlined and magenta, which can be read on black and on white
+DIM = "\x1b[2m"
 UNMARK = "\x1b[0m"
+MAX_EXCERPT_WIDTH = 70
 # But for tabs and line ends; also separators of lines, and marks that turn the direction of text.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -59,6 +61,18 @@ def say(line: str) -> None:
 def warn(line: str) -> None:
     """Print a warning on stderr."""
     say(f"warning: {line}")
+
+
+def say_excerpt(text: str) -> None:
+    """Print the beginning of a text as one dim line on a terminal; elsewhere, print nothing."""
+    if not is_interactive():
+        return
+    width = min(MAX_EXCERPT_WIDTH, shutil.get_terminal_size().columns - 4)
+    line = escape_control_characters(text.replace("\n", "↵").replace("\t", " "))[:width]
+    while measure_width(line) > width:
+        line = line[:-1]
+    shown = f"{DIM}{line}{UNMARK}" if shows_colours(sys.stderr) else line
+    tqdm.write(f"  {shown}", file=sys.stderr)
 
 
 def say_header(line: str) -> None:
@@ -100,9 +114,9 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
     return True
 
 
-def shows_colours() -> bool:
-    """Check whether stdout is a terminal on which colours are welcome (https://no-color.org)."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+def shows_colours(stream: TextIO) -> bool:
+    """Check whether a stream is a terminal on which colours are welcome (https://no-color.org)."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return not IS_WINDOWS or "WT_SESSION" in os.environ  # its old console shows the codes
 
@@ -112,7 +126,7 @@ def mark(text: str, stretches: Iterable[tuple[int, int]], raw: bool = False) -> 
 
     Control characters are escaped as in `stream_to_stdout`, which would escape the colours, too.
     """
-    colours = shows_colours()
+    colours = shows_colours(sys.stdout)
     escape = escape_control_characters if sys.stdout.isatty() and not raw else str
     at = 0
     for start, end in stretches:
@@ -230,9 +244,19 @@ def _show_seconds(description: str, ended: threading.Event) -> None:
     """Count the seconds until work ends, on a line that is then removed."""
     if ended.wait(1):
         return
-    with tqdm(desc=description, initial=1, bar_format="{desc} ... {n} s", leave=False) as line:
+    # Given to tqdm, which shows nothing where a terminal does not tell its size.
+    width, height = shutil.get_terminal_size()
+    bar = tqdm(
+        desc=description,
+        initial=1,
+        bar_format="{desc} ... {n} s",
+        leave=False,
+        ncols=width,
+        nrows=height,
+    )
+    with bar:
         while not ended.wait(1):
-            line.update()
+            bar.update()
 
 
 def iter_with_progress(items: Iterable[T], description: str, total: int) -> Iterable[T]:

@@ -249,7 +249,7 @@ class _Writer:
         What is `shown` stands before each: the prompt, or nothing before an answer. A text that is
         to be marked is printed when it is complete.
         """
-        streams = samples == 1 and not (self.show_sources and console.shows_colours())
+        streams = samples == 1 and not (self.show_sources and console.shows_colours(sys.stdout))
         for generation in self._start_batches(prompt, samples, batch_size):
             if streams:
                 pieces = chain([shown], (piece for _, piece in generation), ["\n"])

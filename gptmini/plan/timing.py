@@ -361,7 +361,7 @@ def try_compile(
         seconds = min(seconds, machine.get_seconds_left(share.train.minutes))
     if not is_worth_compiling(share, seconds, machine):
         return False, eager
-    say("  timing a compiled model; this can take half a minute ...")
+    say("  timing a compiled model; this may take minutes ...")
     try:
         compiled = machine.time_step(share, compiled=True)
     except GptminiError:  # a signal

@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gptmini.console import format_count, format_duration, is_interactive, say
+from gptmini.console import format_count, format_duration, is_interactive, say, say_excerpt
 
 
 class TrainingProgressBar:
@@ -48,7 +48,10 @@ class TrainingProgressBar:
         self._bar.update()
 
     def show(self, metrics: dict[str, Any]) -> None:
-        """Show the metrics of this step; those of an evaluation get a line on a terminal too."""
+        """Show the metrics of this step.
+
+        On a terminal, too, those of an evaluation get a line; below it, the sample begins.
+        """
         if "train_loss" in metrics:
             speed = f"{metrics['tokens_per_second']:,.0f} tok/s"
             self._rates = f"  lr {metrics['lr']:.1e}  {speed}"
@@ -58,6 +61,7 @@ class TrainingProgressBar:
         if "val_loss" in metrics:
             bits = f"{metrics['val_bpb']:.3f} bits/byte"
             say(f"{self._format_position()}  val {metrics['val_loss']:.4f}  {bits}")
+            say_excerpt(metrics["sample"])
 
     def close(self) -> None:
         """Remove the bar."""

@@ -5,6 +5,7 @@ import time
 
 from gptmini import machine
 from gptmini.config.settings import Config
+from gptmini.console import show_elapsed
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
@@ -18,6 +19,7 @@ TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
 MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 
 
+@show_elapsed("writing a sample")
 def generate_sample(training: Training) -> str:
     """Return what the model would write now; drawing it does not touch the run."""
     limits = {"max_new_tokens": _limit_sample_tokens(training.config), "overflow": "stop"}

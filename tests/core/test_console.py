@@ -1,5 +1,6 @@
 """Lines and texts on a terminal."""
 
+import os
 import re
 import threading
 
@@ -63,6 +64,16 @@ def test_long_work_counts_its_seconds_on_a_line_of_its_own(capsys):
     first = next(text for text in shown.split("\r") if text.strip())
     assert first == "compiling ... 1 s"
     assert shown.endswith("\r")  # the line is removed
+
+
+def test_a_terminal_that_tells_no_width_shows_the_seconds_too(monkeypatch):
+    pty = pytest.importorskip("pty")
+    terminal, ours = pty.openpty()  # of no columns
+    with open(ours, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        console._show_seconds("compiling", Ended())
+        assert b"compiling ... 1 s" in os.read(terminal, 1000)
+    os.close(terminal)
 
 
 def test_short_work_shows_nothing(monkeypatch, capsys):

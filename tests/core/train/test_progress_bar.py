@@ -20,7 +20,7 @@ def clock(monkeypatch) -> type[Clock]:
 
 
 TRAINED = {"train_loss": 1.81524, "lr": 0.002, "tokens_per_second": 22346.2, "grad_norm": 1.0}
-EVALUATED = {"val_loss": 1.74213, "val_bpb": 2.51311}
+EVALUATED = {"val_loss": 1.74213, "val_bpb": 2.51311, "sample": "A\n\tdoor\x1b[31m. " + "中文" * 30}
 
 
 def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsys):
@@ -75,6 +75,7 @@ def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch
     progress.show(EVALUATED)
     err = capsys.readouterr().err
     assert "step  62/600  10%  val 1.7421  2.513 bits/byte\n" in err
+    assert f"\x1b[2mA↵ door\\x1b[31m. {'中文' * 13}\x1b[0m\n" in err  # of 70 columns
     assert re.search(r"step  62/600  10%  loss 1.7000  lr 2.0e-03  22,346 tok/s", err)
     progress.close()
 
