@@ -26,37 +26,17 @@ def self_attention_without_weights(x: Tensor) -> Tensor:
     return scores.softmax(dim=-1) @ x
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W + b: (..., D) -> (..., K)."""
-    return x @ weight if bias is None else x @ weight + bias
-
-
-def self_attention(
-    x: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
-    w_v: Tensor,
-    b_q: Tensor | None = None,
-    b_k: Tensor | None = None,
-    b_v: Tensor | None = None,
-) -> Tensor:
+def self_attention(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
     """Learned projections of x (..., T, D): w_q and w_k (D, K), w_v (D, V) -> (..., T, V).
 
     A word can now look for one thing (query), be found by another (key) and pass on a third
     (value). V may differ from K.
     """
-    q = project(x, w_q, b_q)  # (..., T, K)
-    k = project(x, w_k, b_k)  # (..., T, K)
-    v = project(x, w_v, b_v)  # (..., T, V)
-    return scaled_dot_product_attention(q, k, v)
+    return scaled_dot_product_attention(x @ w_q, x @ w_k, x @ w_v)
 
 
 def cross_attention(
-    x: Tensor,
-    context: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, ...] = (None, None, None),
-    mask: Tensor | None = None,
+    x: Tensor, context: Tensor, weights: tuple[Tensor, Tensor, Tensor], mask: Tensor | None = None
 ) -> Tensor:
     """Queries of x (..., T, D) on another sequence, context (..., S, D') -> (..., T, V).
 
@@ -64,11 +44,7 @@ def cross_attention(
     There is no future in another sequence, so only its padding is masked (`cross_mask`).
     """
     w_q, w_k, w_v = weights
-    b_q, b_k, b_v = biases
-    q = project(x, w_q, b_q)  # (..., T, K)
-    k = project(context, w_k, b_k)  # (..., S, K)
-    v = project(context, w_v, b_v)  # (..., S, V)
-    return scaled_dot_product_attention(q, k, v, mask)
+    return scaled_dot_product_attention(x @ w_q, context @ w_k, context @ w_v, mask)
 
 
 def scaled_dot_product_attention(
@@ -221,21 +197,6 @@ def alibi_bias(H: int, T: int) -> Tensor:
     return -slopes[:, None, None] * distance
 
 
-def t5_bias(table: Tensor, T: int, furthest: int = 128) -> Tensor:
-    """(H, T, T) from a learned table (N, H): a number a head and distance (Raffel et al. 2020).
-
-    The first N / 2 rows are for the distances 0, 1, 2, ... The others share longer distances, each
-    row more of them than the row before; the last has all from `furthest` on.
-    """
-    N = len(table)
-    exact = N // 2
-    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
-    octaves = (distance / exact).log() / math.log(furthest / exact)  # from 0 to 1
-    shared = (exact + octaves * (N - exact)).clamp(exact, N - 1).long()
-    row = torch.where(distance < exact, distance, shared)  # (T, T)
-    return table[row].permute(2, 0, 1)  # (T, T, H) -> (H, T, T)
-
-
 # -- many heads ------------------------------------------------------------------------------------
 
 
@@ -263,7 +224,7 @@ def multi_head_by_splitting(
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     n_head: int,
-    biases: tuple[Tensor | None, ...] = (None, None, None, None),
+    biases: tuple[Tensor | float, ...] = (0.0, 0.0, 0.0, 0.0),
 ) -> Tensor:
     """One wide projection split into heads: w_q, w_k, w_v (D, H·K), w_o (H·K, D) -> (..., T, D).
 
@@ -272,11 +233,11 @@ def multi_head_by_splitting(
     """
     w_q, w_k, w_v, w_o = weights
     b_q, b_k, b_v, b_o = biases
-    q = split_heads(project(x, w_q, b_q), n_head)  # (..., T, D) -> (..., H, T, K)
-    k = split_heads(project(x, w_k, b_k), n_head)
-    v = split_heads(project(x, w_v, b_v), n_head)
+    q = split_heads(x @ w_q + b_q, n_head)  # (..., T, D) -> (..., H, T, K)
+    k = split_heads(x @ w_k + b_k, n_head)
+    v = split_heads(x @ w_v + b_v, n_head)
     mixed = scaled_dot_product_attention(q, k, v, causal_mask(x.shape[-2]))  # (..., H, T, K)
-    return project(merge_heads(mixed), w_o, b_o)  # (..., T, D)
+    return merge_heads(mixed) @ w_o + b_o  # (..., T, D)
 
 
 def grouped_query_attention(
@@ -298,6 +259,23 @@ def grouped_query_attention(
         head = scaled_dot_product_attention(q[..., h, :, :], keys, values, mask, head_bias)
         heads.append(head)  # (..., T, V)
     return torch.stack(heads, dim=-3)  # (..., H, T, V)
+
+
+def multi_head_latent_attention(
+    q: Tensor, latent: Tensor, w_k: Tensor, w_v: Tensor, mask: Tensor
+) -> Tensor:
+    """q (..., H, T, K + P) on one row a token, latent (..., S, R + P) -> (..., H, T, V) (MLA).
+
+    Each head makes its own keys and values of the first R numbers of a row, by w_k (H, R, K) and
+    w_v (H, R, V). The last P are a key that all heads share; RoPE turns it, and the last P of q. A
+    cache keeps the rows: R + P numbers a token, however many heads there are (DeepSeek-V2 2024).
+    """
+    R = w_k.shape[-2]
+    content = latent[..., None, :, :R]  # (..., 1, S, R)
+    shared = latent[..., None, :, R:]  # (..., 1, S, P)
+    own = content @ w_k  # (..., H, S, K)
+    k = torch.cat([own, shared.expand(*own.shape[:-1], -1)], dim=-1)  # (..., H, S, K + P)
+    return scaled_dot_product_attention(q, k, content @ w_v, mask)
 
 
 # -- one tile at a time ----------------------------------------------------------------------------

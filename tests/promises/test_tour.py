@@ -9,13 +9,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import ROOT, WORDS
 
 TOUR = ROOT / "docs" / "tour.md"
+IDEAS = ROOT / "docs" / "ideas.md"
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
+STEP = re.compile(r"^\| \d \|.*\| `(.+)` \|.*\|$", re.MULTILINE)  # of attention, in the table
 
 SMALL = [
     "--set=model={n_layer: 2, n_head: 4, d_model: 16, context_length: 64}",
@@ -58,7 +60,18 @@ def test_every_block_prints_what_the_page_says():
     assert n_compared > 20
 
 
-def test_every_chapter_has_a_picture_and_is_listed():
+def test_the_nine_steps_are_attention_with_several_heads():
+    (chapter,) = (name for name in list_chapters() if name.startswith("7."))
+    names: dict[str, object] = {}
+    exec("from gptmini.model.mechanisms import *", names)
+    exec(list_chapters()[chapter][0][1], names)
+    steps = STEP.findall(TOUR.read_text())
+    assert len(steps) == 9
+    exec("\n".join(steps), names)
+    torch.testing.assert_close(names["result"], names["split"])
+
+
+def test_every_chapter_has_a_picture_and_a_question_and_is_listed():
     text = TOUR.read_text()
     chapters = [name for name in list_chapters() if name[0].isdigit()]
     assert len(chapters) == 16
@@ -66,12 +79,18 @@ def test_every_chapter_has_a_picture_and_is_listed():
         assert f". [{chapter.partition('. ')[2]}](#" in text
     pictures = re.findall(r"^!\[.+\]\(\.\./data/tour/(\d+)-\w+\.png\)$", text, re.MULTILINE)
     assert pictures == [str(number) for number in range(17)]  # the first shows the whole path
-    assert text.count("\nWhere we are: ") == len(chapters)
+    assert text.count("\nWhere we are") == 10  # the same for chapters 3 to 9
+    tries = re.split(r"^## ", text, flags=re.MULTILINE)[1:17]
+    for chapter in tries:  # at its end, with at most two lines
+        assert re.search(
+            r"\*\*Try:\*\*(?:.+\n)+\n```python\n(?:.+\n){1,2}```\n\n```text\n(?:.+\n)+```\n\n$",
+            chapter,
+        )
 
 
 def test_the_table_names_functions_and_tests_that_exist():
     row = re.compile(r"^\|.*?\| `([\w.]+):([\w.]+)` \|.*\| `(\w+)` \|$", re.MULTILINE)
-    rows = row.findall(TOUR.read_text())
+    rows = row.findall(IDEAS.read_text())
     assert len(rows) > 25
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for module, name, test in rows:
@@ -88,7 +107,7 @@ def test_the_commands_within_the_text_run(gptmini):
     run = "runs/python-docs"
     own = ["--data", "python-docs.txt", *SMALL]
     assert gptmini("train", *own)[0] == 0
-    commands = re.findall(r"`gptmini\s([^`]+ [^`]+)`", TOUR.read_text())
+    commands = re.findall(r"`gptmini\s([^`]+ [^`]+)`", TOUR.read_text() + IDEAS.read_text())
     assert len(commands) > 25
     for command in dict.fromkeys(" ".join(each.split()) for each in commands):
         words = shlex.split(command.replace("RUN", run).replace("TEXT", "'a text'"))

@@ -47,34 +47,10 @@ def test_golden_self_attention():
     )
 
 
-def test_golden_causal_attention_both_ways():
-    x = torch.tensor(
-        [
-            [0.43, 0.15, 0.89],
-            [0.55, 0.87, 0.66],
-            [0.57, 0.85, 0.64],
-            [0.22, 0.58, 0.33],
-            [0.77, 0.25, 0.10],
-            [0.05, 0.80, 0.55],
-        ]
-    )
-    torch.manual_seed(123)
-    q, k, v = (nn.Linear(3, 2, bias=False)(x).detach() for _ in range(3))
-    for found in (
-        m.scaled_dot_product_attention(q, k, v, m.causal_mask(6)),
-        m.causal_attention_by_renormalizing(q, k, v),
-    ):
-        close(
-            found,
-            [
-                [-0.4519, 0.2216],
-                [-0.5874, 0.0058],
-                [-0.6300, -0.0632],
-                [-0.5675, -0.0843],
-                [-0.5526, -0.0981],
-                [-0.5299, -0.1081],
-            ],
-        )
+def test_causal_attention_is_the_same_both_ways():
+    q, k, v = torch.randn(3, 6, 4)
+    expected = m.scaled_dot_product_attention(q, k, v, m.causal_mask(6))
+    torch.testing.assert_close(m.causal_attention_by_renormalizing(q, k, v), expected)
 
 
 def test_attention_without_weights_is_a_mean_by_similarity():
@@ -146,27 +122,25 @@ def test_many_heads_with_biases_on_a_batch_are_torchs():
 def test_cross_attention_is_torchs_and_sees_no_padding():
     torch.manual_seed(0)
     B, T, S, D = 2, 4, 6, 8
-    torchs = nn.MultiheadAttention(D, 1, batch_first=True)
-    nn.init.normal_(torchs.in_proj_bias)
+    torchs = nn.MultiheadAttention(D, 1, bias=False, batch_first=True)
     nn.init.eye_(torchs.out_proj.weight)
     x, context, lengths = torch.randn(B, T, D), torch.randn(B, S, D), torch.tensor([6, 3])
     weights = tuple(torchs.in_proj_weight.view(3, D, D).mT)
-    biases = tuple(torchs.in_proj_bias.view(3, D))
     visible = m.cross_mask(lengths, T, S)
     expected, _ = torchs(x, context, context, key_padding_mask=~visible[:, 0])
-    mixed = m.cross_attention(x, context, weights, biases, visible)
+    mixed = m.cross_attention(x, context, weights, visible)
     torch.testing.assert_close(mixed, expected)
     context[1, 3:] = 99.0
-    assert torch.equal(m.cross_attention(x, context, weights, biases, visible)[1], mixed[1])
+    assert torch.equal(m.cross_attention(x, context, weights, visible)[1], mixed[1])
 
 
 def test_a_batch_is_its_rows():
     torch.manual_seed(0)
-    x, weights, biases = torch.randn(2, 5, 8), torch.randn(3, 8, 4), torch.randn(3, 4)
+    x, weights = torch.randn(2, 5, 8), torch.randn(3, 8, 4)
     q, k, v = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)
     for function, arguments in (
         (m.self_attention_without_weights, (x,)),
-        (lambda x: m.self_attention(x, *weights, *biases), (x,)),
+        (lambda x: m.self_attention(x, *weights), (x,)),
         (m.causal_attention_by_renormalizing, (q, q, q)),
         (m.stepwise_attention, (q, k, v)),
     ):
@@ -224,25 +198,6 @@ def test_sinusoidal_positions_are_the_papers_formula_and_turn_with_the_distance(
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
 
 
-def test_t5s_bias_has_a_row_for_each_short_distance_and_shares_those_of_long_ones():
-    def find_row(distance: int) -> int:  # of 32, by the numbers, not by tensors
-        if distance < 16:
-            return distance
-        return min(31, 16 + int(math.log(distance / 16) / math.log(128 / 16) * 16))
-
-    T = 300
-    table = torch.randn(32, 2)
-    bias = m.t5_bias(table, T)
-    assert bias.shape == (2, T, T)
-    for query, key in ((299, 299), (299, 284), (40, 24), (120, 77), (127, 0), (299, 0), (20, 3)):
-        row = find_row(query - key)
-        assert torch.equal(bias[:, query, key], table[row]), (query, key)
-    # In the code of the paper 16 to 18 share a row, and the last row begins at 113.
-    assert [find_row(distance) for distance in (15, 16, 18, 19, 112, 113, 128)] == [
-        *(15, 16, 16, 17, 30, 31, 31)
-    ]
-
-
 # -- equal ways ------------------------------------------------------------------------------------
 
 
@@ -277,6 +232,21 @@ def test_attention_step_by_step_equals_the_whole_sequence(T, G, share, window, s
         torch.testing.assert_close(
             m.stepwise_attention(q, k, v, limit), m.grouped_query_attention(q, k, v, visible)
         )
+
+
+@given(T=SIZES["T"], H=st.integers(1, 4), P=st.sampled_from([0, 2]), seed=st.integers(0, 99))
+def test_latent_attention_is_one_key_and_value_head_for_all_on_cached_latent_rows(T, H, P, seed):
+    """Absorbed: a head's matrices go to its queries and results, and no key or value is made."""
+    torch.manual_seed(seed)
+    B, R, K, V = 2, 5, 4, 6
+    q, latent = torch.randn(B, H, T, K + P), torch.randn(B, T, R + P)
+    w_k, w_v = torch.randn(H, R, K), torch.randn(H, R, V)
+    mixed = m.multi_head_latent_attention(q, latent, w_k, w_v, m.causal_mask(T))
+    absorbed = torch.cat([q[..., :K] @ w_k.mT, q[..., K:]], dim=-1)  # (B, H, T, R + P)
+    absorbed = absorbed * math.sqrt((R + P) / (K + P))
+    rows = latent[:, None]  # (B, 1, T, R + P)
+    stepwise = m.stepwise_attention(absorbed, rows, rows[..., :R]) @ w_v
+    torch.testing.assert_close(mixed, stepwise, rtol=1e-4, atol=1e-4)
 
 
 def test_the_page_says_how_to_play_with_it():
