@@ -16,9 +16,8 @@ from gptmini.extras.sources.suffixes import Bytes
 
 # Characters; few as long are chance (scripts/LOG.md: How does one find copies of a training text?)
 SHORTEST_COPY = 20
-# Bytes to which all matches are measured; the few longer ones are then followed to their end.
-# Without a limit a long text of one character would take the square of its length.
-MEASURED_BYTES = 1024
+# Bytes to which matches are measured at first: as many as so short a copy can have.
+MEASURED_BYTES = 4 * SHORTEST_COPY
 COMPARED_BYTES = 16  # at a time
 AFTER_QUERY = b"\xfe"  # stands in no UTF-8, and differs from SEPARATOR
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -99,14 +98,14 @@ class Copies:
         return {"share": round(self.share, 4), "longest": longest, "copies": copies}
 
 
-def search(index: TextIndex, text: str, prompt: str = "", shortest: int = SHORTEST_COPY) -> Copies:
+def search(index: TextIndex, text: str, prompt: str = "") -> Copies:
     """Find the copies of a text that continues a prompt.
 
     The prompt is searched only to see a copy that begins in it and goes on in the text. A copy is
     on whole characters, and has a letter or a digit: rules of dashes are nobody's words. DataError
     for a text that is not valid Unicode.
     """
-    spans = find_matches(index, prompt + text, shortest)
+    spans = find_matches(index, prompt + text, SHORTEST_COPY)
     copies: list[Copy] = []
     for start, end in spans:
         if end <= len(prompt) or not any(map(str.isalnum, (prompt + text)[start:end])):
@@ -136,36 +135,23 @@ def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, 
     begins_character = (query & 0xC0) != 0x80  # (M + PADDING,)
     # By byte: the number of the character that begins there, or that it is within.
     characters = np.cumsum(begins_character) - 1
-    (bounds,) = begins_character[: len(encoded) + 1].nonzero()
-    starts = bounds[:-1]
-    lengths = match(index, query, starts)
-    ends = starts + lengths
-    lasts = characters[ends]
-    # Copies are among those that reach further than any match before, and are long enough.
-    reaches_further = lasts > np.maximum.accumulate(np.append(0, lasts))[:-1]
-    (likely,) = (reaches_further & (lasts - np.arange(len(starts)) >= shortest)).nonzero()
-    is_long = lengths >= MEASURED_BYTES
+    (bounds,) = begins_character[: len(encoded)].nonzero()
+    ends = characters[bounds + match(index, query, bounds)]
+    likely = (ends - np.arange(len(bounds)) >= shortest).nonzero()[0].tolist()
 
     def follow(n: int) -> int:
-        """Return the character behind the match from the n-th."""
-        return int(characters[bounds[n] + _follow(index, query[bounds[n] :])])
+        """Return the character behind the longest match from the n-th likely one."""
+        start = bounds[likely[n]]
+        return int(characters[start + _follow(index, query[start:])])
 
     found: list[tuple[int, int]] = []
-    for first in likely.tolist():
-        if found and lasts[first] <= found[-1][1]:
-            continue  # it lies within one that was followed to its end
-        begin, last = first, int(lasts[first])
-        if is_long[first]:
-            last = follow(first)
-        if found and (is_long[first] or is_long[found[-1][0]]):
-            # An earlier long match may reach further than the copy before, too. As matches from
-            # later characters never end earlier, the first that does can be searched for.
-            earlier = range(found[-1][0] + 1, first)
-            number = bisect_right(earlier, found[-1][1], key=follow)
-            if number < len(earlier) and is_long[earlier[number]]:
-                begin = earlier[number]
-                last = follow(begin)
-        found.append((begin, last))
+    n = 0
+    while n < len(likely):
+        end = follow(n)
+        found.append((likely[n], end))
+        # Matches from later characters never end earlier, and those from behind this one later.
+        within = range(n + 1, bisect_left(likely, end))
+        n += 1 + bisect_right(within, end, key=follow)
     return found
 
 
@@ -244,5 +230,9 @@ def _follow(index: TextIndex, query: Bytes) -> int:
 
 def _count_equal(one: Bytes, other: Bytes) -> int:
     """Count the bytes that two texts begin with alike; they differ somewhere."""
-    length = min(len(one), len(other))
+    shared = min(len(one), len(other))
+    one, other = one[:shared], other[:shared]
+    length = COMPARED_BYTES
+    while (one[:length] == other[:length]).all():
+        length *= 8
     return int((one[:length] != other[:length]).argmax())
