@@ -186,10 +186,10 @@ class Server:
         return JSONResponse(content, status, headers)
 
     async def _send_page(self, request: Request) -> Response:
-        if not self._has_key(request.headers):
-            raise HTTPException(401, "page: needs the API key as the password", ASK_FOR_PASSWORD)
         if self._page is None:
             return PlainTextResponse(NO_PAGE)
+        if not self._has_key(request.headers):
+            raise HTTPException(401, "page: needs the API key as the password", ASK_FOR_PASSWORD)
         # The page has a policy of its own, which cannot keep it out of frames.
         headers = {
             "ETag": self._etag,
