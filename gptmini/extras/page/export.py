@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import ConfigError, DataError, GptminiError
 from gptmini.extras.page.simplify import simplify_tokenizer
 from gptmini.generate.precision import quantize
 from gptmini.generate.run import Run
@@ -26,6 +26,7 @@ from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.byte_level import KNOWN_PATTERNS
 from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.train.evaluate_run import load_held_out
 
 FOLDER = Path(__file__).parent
 PAGE_SCRIPTS = (  # in this order
@@ -38,6 +39,8 @@ PAGE_SCRIPTS = (  # in this order
     "page.js",
 )
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
+OPENING_LENGTH = 100  # characters
+OPENING_TOKENS = 1000  # to find them in
 PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
 
 
@@ -51,7 +54,7 @@ class ExportedPage(NamedTuple):
 def export_page(
     run: Run, out: Path, precision: str | None = None, prompt: str = ""
 ) -> ExportedPage:
-    """Write a run as a page, which opens on a prompt or writes a text itself.
+    """Write a run as a page, which opens on a prompt or on held-out text.
 
     `precision` is chosen by size if not given. Raises ConfigError for a model that is too large,
     DataError for a tokenizer that the page cannot run.
@@ -92,7 +95,7 @@ def estimate_size(run: Run, precision: str) -> int:
 def build_page(
     run: Run, precision: str = "bfloat16", prompt: str = "", server: dict[str, Any] | None = None
 ) -> bytes:
-    """Build the page of a run; it opens on a prompt.
+    """Build the page of a run; it opens on a prompt, or on held-out text.
 
     `server` is what page.js has to know of the server that gives the page, if one does.
     """
@@ -103,7 +106,23 @@ def build_page(
             f"use gptmini serve"
         )
     data = build_data(run, precision, tokenizer) | {"prompt": prompt, "server": server}
+    data["held_out"] = "" if prompt else find_opening(run)
     return render_page(data, encode_weights(run.tensors, precision))
+
+
+def find_opening(run: Run) -> str:
+    """Find about OPENING_LENGTH characters of held-out text; "" where that is not there."""
+    try:
+        held_out = load_held_out(run, run.cache)[0]
+    except GptminiError:  # an imported run has none, and a text may have changed since
+        return ""
+    tokens = held_out.read(0, min(OPENING_TOKENS, len(held_out)))
+    text = run.tokenizer.decode(tokens.tolist()).strip()
+    # Behind an empty line something begins; the held-out text itself may begin in a word.
+    paragraphs = [each.strip() for each in text.split("\n\n")[1:]]
+    found = next((each for each in paragraphs if len(each) >= OPENING_LENGTH), text)
+    opening = found[:OPENING_LENGTH]
+    return opening.rsplit(maxsplit=1)[0] if len(found) > OPENING_LENGTH else opening
 
 
 def build_data(run: Run, precision: str, tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +131,7 @@ def build_data(run: Run, precision: str, tokenizer: dict[str, Any]) -> dict[str,
         "name": run.path.name or run.path.resolve().name,  # "." has no name
         "step": run.step,
         "prompt": "",
+        "held_out": "",
         "config": run.config.model.model_dump(mode="json"),
         "sample": run.config.sample.model_dump(mode="json"),
         "tokenizer": tokenizer,

@@ -39,6 +39,17 @@ class Tokenizer {
     this.vocabSize = nPlain + Object.keys(this.specialTokens).length;
   }
 
+  listTokens() {
+    return Array.from({ length: this.vocabSize }, (_, token) => token);
+  }
+
+  /** The tokens that begin with a space, as a set. */
+  get spaced() {
+    const begins = (token) => this.decodeToken(token)[0] === 32;
+    this.spacedTokens ??= new Set(this.listTokens().filter(begins));
+    return this.spacedTokens;
+  }
+
   /** Encode a text in which the name of a special token is that token. */
   encodeSpecial(text) {
     const special = this.specialTokens;
@@ -754,6 +765,16 @@ class GPT {
     return multiply(hidden, this.head, null, T);
   }
 
+  /** The mean (D,) of the rows of the head. */
+  get meanHead() {
+    if (this.meanOfHead) return this.meanOfHead;
+    const D = this.config.d_model;
+    const mean = new Float64Array(D);
+    for (let i = 0; i < this.head.length; i++) mean[i % D] += this.head[i];
+    this.meanOfHead = mean.map((sum) => (sum * D) / this.head.length);
+    return this.meanOfHead;
+  }
+
   createEntry(token, position) {
     const D = this.config.d_model;
     return {
@@ -825,22 +846,24 @@ class Reader {
 
 /** Attribute a token's logit to what was added to the residual stream ("direct logit attribution").
  *
- * `entry` is one of a `Reader`. The final norm's mean and scale are held as they were, so that the
- * parts sum to the logit: embedding, position, heads [L][H], attnBiases [L] (of o_proj), mlps [L]
- * and normBias. A part is 0 where the model has none.
+ * What raises all tokens alike changes nothing after the softmax, so the logit counts less the mean
+ * of all logits. `entry` is one of a `Reader`. The final norm's mean and scale are held as they
+ * were, so that the parts sum to that: embedding, position, heads [L][H], attnBiases [L] (of
+ * o_proj), mlps [L] and normBias. A part is 0 where the model has none.
  */
 function attribute(gpt, entry, token) {
   const { d_model: D } = gpt.config;
   const norm = gpt.finalNorm;
   const { scale } = norm.measure(entry.x, 0);
-  const head = gpt.head.subarray(token * D, (token + 1) * D); // (D,)
+  const mean = gpt.meanHead;
+  const head = gpt.head.subarray(token * D, (token + 1) * D).map((x, d) => x - mean[d]); // (D,)
   // The direction of the residual stream that the logit grows in. A LayerNorm takes the mean of
   // what it reads; that is the same as taking the mean of the direction.
   const direction = new Float64Array(D);
   for (let d = 0; d < D; d++) direction[d] = scale * norm.weight[d] * head[d];
   if (!(norm instanceof RMSNorm)) {
-    const mean = direction.reduce((sum, value) => sum + value, 0) / D;
-    direction.forEach((value, d) => (direction[d] = value - mean));
+    const average = direction.reduce((sum, value) => sum + value, 0) / D;
+    direction.forEach((value, d) => (direction[d] = value - average));
   }
   const along = (added) => (added === null ? 0 : dot(added, 0, direction, 0, D));
   const parts = {
@@ -1060,39 +1083,30 @@ function sampleToken(scores, sample, random) {
  * the most likely at 0, a ban is "ban". `scores` (V,) come from `processLogits`.
  */
 function explainFilters(scores, sample) {
+  const { top_k, top_p, min_p } = sample;
   const isGreedy = sample.temperature === 0;
   const temperature = isGreedy ? 1 : sample.temperature;
-  const none = { temperature, top_k: null, top_p: null, min_p: null };
-  const stages = [["ban", none]];
-  for (const name of ["top_k", "top_p", "min_p"]) {
-    const before = stages.at(-1)[1];
-    if (isGreedy || sample[name] === null) continue;
-    stages.push([name, { ...before, [name]: sample[name] }]);
-  }
-  const removedBy = new Map();
-  let chances;
-  for (const [name, settings] of stages) {
-    const { tokens, weights } = filterProbabilities(scores, settings);
-    const total = weights.reduce((sum, weight) => sum + weight, 0);
-    chances = new Map();
-    for (const [i, token] of tokens.entries()) {
-      if (weights[i] > 0) chances.set(token, weights[i] / total);
-    }
-    for (const token of scores.keys()) {
-      if (!chances.has(token) && !removedBy.has(token)) removedBy.set(token, name);
-    }
-  }
-  const probabilities = softmax(scores.map((score) => score / temperature));
-  const order = Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a]);
-  return order.map((token, rank) => {
-    if (!isGreedy) {
-      const chance = chances.get(token) ?? 0;
-      const removed = removedBy.get(token) ?? null;
-      return { token, probability: probabilities[token], chance, removedBy: removed };
-    }
-    const removed = rank ? (removedBy.get(token) ?? "temperature") : null;
-    return { token, probability: probabilities[token], chance: rank ? 0 : 1, removedBy: removed };
+  const order = Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a]); // a stable sort
+  const highest = scores[order[0]] / temperature;
+  const weights = order.map((token) => Math.exp(scores[token] / temperature - highest));
+  const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
+  const all = sum(weights);
+  const enough = (top_p ?? 1) * sum(weights.slice(0, top_k ?? weights.length));
+  let before = 0; // the weight of all tokens more likely than each
+  const rows = order.map((token, rank) => {
+    const weight = weights[rank];
+    let removedBy = null;
+    if (weight === 0) removedBy = "ban";
+    else if (isGreedy) removedBy = rank > 0 ? "temperature" : null;
+    else if (top_k !== null && rank >= top_k) removedBy = "top_k";
+    else if (top_p !== null && top_p < 1 && before >= enough) removedBy = "top_p";
+    else if (min_p !== null && weight < min_p) removedBy = "min_p";
+    before += weight;
+    return { token, probability: weight / all, chance: removedBy === null ? weight : 0, removedBy };
   });
+  const kept = sum(rows.map(({ chance }) => chance));
+  for (const row of rows) row.chance /= kept;
+  return rows;
 }
 
 // -- generation: a text from its prompt to its last character ------------------------------------
@@ -1123,20 +1137,18 @@ class Continuation {
   /** Encode a prompt; find which tokens may come first. */
   encodePrompt(prompt, special) {
     const { tokenizer, sample } = this;
-    const all = Array.from({ length: tokenizer.vocabSize }, (_, token) => token);
-    const withSpace = all.filter((token) => tokenizer.decodeToken(token)[0] === 32);
     this.allowedFirst = null; // a set of tokens, or null for all
     this.dropSpace = false; // the prompt already shows the space that the first token brings along
-    if (prompt.endsWith(" ") && withSpace.length > 1) {
+    if (prompt.endsWith(" ") && tokenizer.spaced.size > 1) {
       // Where words are tokens, a space belongs to the word behind it (" the"), and the model has
       // hardly seen one alone. So drop it, and let the first token bring it back.
       prompt = prompt.slice(0, -1);
-      this.allowedFirst = new Set(withSpace);
+      this.allowedFirst = tokenizer.spaced;
       this.dropSpace = true;
     }
     if (prompt === "") {
-      const ends = tokenizer.endTokens;
-      this.allowedFirst ??= new Set(all.filter((token) => !ends.includes(token)));
+      const others = tokenizer.listTokens().filter((each) => !tokenizer.endTokens.includes(each));
+      this.allowedFirst ??= new Set(others);
       const start = sample.start === null ? null : tokenizer.addBos(tokenizer.encode(sample.start));
       this.promptTokens = start ?? [tokenizer.eosToken];
     } else {

@@ -45,20 +45,27 @@ function useData() {
   };
 }
 
-/** Read the text in the box anew. */
-function readText() {
+/** Read a text as a prompt: nothing of it was drawn. */
+function readText(text) {
   const options = [readers.whole, tokenizer, state.sample];
-  continuation = new Continuation(...options, textBox.value);
+  continuation = new Continuation(...options, text);
   // A text of bytes that the tokenizer does not know has no tokens.
   if (!continuation.promptTokens.length) continuation = new Continuation(...options, "");
-  continuation.prompt = textBox.value;
+  continuation.prompt = text;
   state.place = null;
   state.key = null;
 }
 
-/** Read the text in the box, if it is not the one that was read. */
+/** The text, drawn tokens included. It is here, and not in the box, which knows no \r. */
+function getText() {
+  return continuation.prompt + continuation.text;
+}
+
+/** Read what was typed into the box. */
 function readTyped() {
-  if (textBox.value !== continuation.prompt + continuation.text) readText();
+  if (textBox.value === written) return;
+  readText(readBox(getText()));
+  written = textBox.value;
 }
 
 /** Compute what all views show.
@@ -191,12 +198,17 @@ function switchAllOn() {
 /** Write the text a second time, so that the model can continue a repetition. */
 function repeatText() {
   pause();
-  const text = textBox.value.trim();
-  const space = /\s/.test(text) ? "\n" : "";
-  textBox.value = `${text}${space}${text}`;
+  readTyped();
+  const text = getText().trim();
+  readText(`${text}${/\s/.test(text) ? "\n" : ""}${text}`);
   state.hasTyped = true;
-  readText();
   state.place = Math.max(0, continuation.context.length - 2);
+  showText();
+}
+
+/** Show a text that was not typed. */
+function showText() {
+  writeBox(getText());
   update();
 }
 
@@ -205,9 +217,8 @@ function drawNext() {
   continuation.next();
   state.place = null;
   state.key = null;
-  textBox.value = continuation.prompt + continuation.text;
   state.hasTyped = true;
-  update();
+  showText();
 }
 
 function drawOne() {
@@ -220,8 +231,7 @@ function takeBack() {
   readTyped();
   continuation.back();
   state.place = null;
-  textBox.value = continuation.prompt + continuation.text;
-  update();
+  showText();
 }
 
 const DELAY = 60; // milliseconds between two tokens, slow enough to watch
@@ -281,7 +291,7 @@ function showTokens() {
     ...special.map(([, token]) => say("specialHelp", { token: label(token) })),
     total > now.T ? say("contextHelp", { count: now.config.context_length }) : null,
     continuation.dropSpace && !continuation.tokens.length ? say("spaceHelp") : null,
-    state.hasTyped || data.prompt !== "" ? null : say("openedHelp"),
+    state.hasTyped || data.prompt ? null : say(data.held_out ? "heldOutHelp" : "openedHelp"),
   ];
   fill(places.tokensHeading, say("tokensHeading", { count: formatCount(now.T) }));
   fill(places.tokens, chips);
@@ -457,11 +467,10 @@ function makePlace(name, tag, options = {}) {
 }
 
 /** The box of the text, with the text that it had. */
-function makeTextBox(oninput) {
+function makeTextBox(oninput, onfocus = null) {
   const text = textBox?.value ?? "";
-  textBox = make("textarea", { id: "text", rows: 3, spellcheck: "false" });
+  textBox = make("textarea", { id: "text", rows: 3, spellcheck: "false", oninput, onfocus });
   textBox.value = text;
-  textBox.addEventListener("input", oninput);
   return textBox;
 }
 
@@ -495,7 +504,7 @@ function buildPage() {
     clearTimeout(typing);
     if (updateTime < 100) update();
     else typing = setTimeout(update, 200);
-  });
+  }, pause); // as each drawn token would move the cursor
   const fold = (name, heading) => {
     const details = make(
       "details.card",
@@ -608,23 +617,19 @@ function updateDraw() {
 /** Show the model on a text, or, where there is none, on one that it writes. */
 function openModel(text) {
   buildPage();
-  textBox.value = text;
-  readText();
+  readText(text);
   if (text === "") {
-    const isSmall = gpt.embed.length * data.config.n_layer < 4e6;
-    for (let n = 0; n < (isSmall ? 24 : 12) && continuation.finishReason === null; n++)
-      continuation.next();
-    textBox.value = continuation.text.trim();
-    readText();
+    for (let n = 0; n < 24 && continuation.finishReason === null; n++) continuation.next();
+    readText(continuation.text.trim());
   }
   // The last but one: there one sees what came.
   const length = continuation.context.length;
   state.place = length > 1 ? length - 2 : null;
-  update();
+  showText();
 }
 
 useData();
 if (gpt) {
   darkMode.addEventListener("change", update);
-  openModel(data.prompt);
+  openModel(data.prompt || data.held_out);
 } else openRemotePage();

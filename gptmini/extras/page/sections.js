@@ -432,6 +432,7 @@ function showCause() {
     mlps: formatReal(sum(parts.mlps), 2),
     biases: formatReal(sum(parts.attnBiases) + parts.normBias, 2),
     logit: formatReal(now.entry.logits[now.target], 2),
+    mean: formatReal(dot(now.entry.hidden, 0, now.gpt.meanHead, 0, now.config.d_model), 2),
   };
   fill(
     places.cause,

@@ -13,6 +13,13 @@ const MAX_TABLE_ROWS = 10; // keys and neurons; the table of keys can show all
  * Symbols stand for white space, for bytes that are no character, and for invisible ones.
  */
 function spell(token) {
+  if (!spellings.has(token)) spellings.set(token, spellAnew(token));
+  return spellings.get(token);
+}
+
+const spellings = new Map();
+
+function spellAnew(token) {
   const special = Object.entries(tokenizer.specialTokens).find(([, number]) => number === token);
   if (special) return [[special[0], true]];
   const bytes = tokenizer.decodeToken(token);
@@ -88,14 +95,18 @@ function makeChip(token, place, group, title) {
 
 // -- what several stations need ------------------------------------------------------------------
 
-/** Logits (V,) of a vector (D,) that is added to the stream, through a norm whose scale is held. */
+/** What a vector (D,) that is added to the stream adds to the logits (V,), less its mean over them.
+ *
+ * It goes through the last norm, whose scale is held.
+ */
 function readThroughHead(vector) {
-  const { finalNorm, head, config } = now.gpt;
+  const { finalNorm, head, config, meanHead } = now.gpt;
   const D = config.d_model;
   const { scale } = finalNorm.measure(now.entry.x, 0);
   const mean = finalNorm instanceof RMSNorm ? 0 : vector.reduce((sum, x) => sum + x, 0) / D;
   const read = vector.map((x, d) => (x - mean) * scale * finalNorm.weight[d]);
-  return multiply(read, head, null, 1);
+  const shared = dot(read, 0, meanHead, 0, D);
+  return multiply(read, head, null, 1).map((logit) => logit - shared);
 }
 
 /** What the head would expect if the model ended with this stream (D,): probabilities (V,). */
@@ -103,18 +114,16 @@ function readEarly(stream) {
   return softmax(now.gpt.computeLogits(now.gpt.finalNorm.forward(stream), 1));
 }
 
-/** The tokens that a vector raises and lowers most. */
+const MIN_CHANCE = 1e-5; // tokens that training never met stay below it
+
+/** The tokens that a vector raises and lowers most, of those that may come here at all. */
 function showPushes(vector) {
   const logits = readThroughHead(vector);
+  const chances = softmax(now.entry.logits);
+  const order = findTop(logits, logits.length).filter((token) => chances[token] >= MIN_CHANCE);
   const rows = [
-    ["raises", findTop(logits, 5)],
-    [
-      "lowers",
-      findTop(
-        logits.map((x) => -x),
-        5,
-      ),
-    ],
+    ["raises", order.slice(0, 5)],
+    ["lowers", order.reverse().slice(0, 5)],
   ];
   return rows.map(([name, tokens]) =>
     make(
@@ -256,7 +265,7 @@ const STATIONS = {
 const TOKENIZER_WORDS = { byte: "tokenizerByte", char: "tokenizerChar" };
 
 function countText() {
-  const text = textBox.value;
+  const text = getText();
   return {
     characters: formatCount([...text].length),
     bytes: formatCount(new TextEncoder().encode(text).length),

@@ -55,6 +55,10 @@ const WORDS = {
     "The model wrote this text itself. Replace it by yours.",
     "这段文本由模型自己写成。换成你的吧。",
   ],
+  heldOutHelp: [
+    "This text is like the training text, but the model never read it. Replace it by yours.",
+    "这段文本与训练文本相似，但模型从未读过。换成你的吧。",
+  ],
   finished: {
     document: ["The model ended the text here.", "模型在此结束了文本。"],
     stop: ["The text ends here: a stop text of this run came.", "文本到此结束：出现了停止文本。"],
@@ -306,8 +310,8 @@ const WORDS = {
   mixedVector: ["the sum", "总和"],
   outHeading: ["6. What it adds", "6. 它加上什么"],
   outPlain: [
-    "o_proj turns the sum into {width} numbers for the residual stream. Added straight to the logits, they would raise and lower these tokens most:",
-    "o_proj 把总和变成残差流的 {width} 个数。若直接加到 logits，以下词元升降最多：",
+    "o_proj turns the sum into {width} numbers for the residual stream. Added straight to the logits, they would raise and lower these tokens most, beside the mean of all (of tokens with at least 0.001 % here):",
+    "o_proj 把总和变成残差流的 {width} 个数。若直接加到 logits，相对于所有词元的均值，以下词元升降最多（只看此处至少有 0.001 % 的词元）：",
   ],
   outVector: ["added by this head", "这个头加上的"],
   headIsOff: ["This head is switched off: it adds nothing.", "这个头已关闭：什么也不加。"],
@@ -371,12 +375,12 @@ const WORDS = {
   // Cause.
   causeHeading: ["Switch parts off", "逐个关闭部件"],
   causeHelp: [
-    "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token} (blue raises, orange lowers).",
-    "点按一个部件将其关闭，预期的变化显示它有何用处。数字是该部件直接加到 {token} 的 logit 上的量（蓝色升高，橙色降低）。",
+    "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token}, beyond what it adds to all tokens alike, which changes nothing (blue raises, orange lowers).",
+    "点按一个部件将其关闭，预期的变化显示它有何用处。数字是该部件直接加到 {token} 的 logit 上、超出它对所有词元平均所加的量；对所有词元相同的部分不起作用（蓝色升高，橙色降低）。",
   ],
   causeSum: [
-    "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit}",
-    "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit}",
+    "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit} − mean of all logits {mean}",
+    "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit} − 所有 logit 的均值 {mean}",
   ],
   wholeLayer: ["whole layer", "整层"],
   offNow: ["Off:", "已关闭："],

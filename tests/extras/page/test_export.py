@@ -3,14 +3,18 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
+from gptmini.generate.run import load_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
+from gptmini.train.evaluate_run import load_held_out
 from tests.extras.page.samples import random_run
 from tests.samples import run_of
 from tests.support import HOSTILE, bpe_file
@@ -87,3 +91,37 @@ def test_a_tokenizer_that_the_page_cannot_run_is_refused_by_name():
     tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
     with pytest.raises(DataError, match="strange"):
         build_page(random_run(tokenizer=tokenizer))
+
+
+def test_a_page_opens_on_held_out_text(gptmini, run, visit, monkeypatch):
+    assert gptmini("export", run, "--to", "html", "--out", "page.html")[0] == 0
+    trained = load_run(Path(run), "cpu", "float32")
+    tab = visit(Path("page.html").read_bytes())
+    opening = tab.evaluate("getText()")
+    held_out = load_held_out(trained, trained.cache)[0]
+    text = trained.tokenizer.decode(held_out.read(0, len(held_out)).tolist())
+    assert opening in text
+    assert export.OPENING_LENGTH // 2 < len(opening) <= export.OPENING_LENGTH
+    assert "never read it" in tab.locator("#top").inner_text()
+    monkeypatch.setattr(
+        export, "load_held_out", lambda run, cache: [Tokens("wn.\n\nOne.\n\n" + SEA)]
+    )
+    assert export.find_opening(random_run()) == SEA.removesuffix(" and the")
+    monkeypatch.setattr(export, "load_held_out", lambda *_: [Tokens("short")])
+    assert export.find_opening(random_run()) == "short"
+
+
+SEA = (
+    "The sea was calm and the sky was grey that day. "
+    "Nobody had climbed the hill for a hundred years and the"
+)
+
+
+class Tokens(bytes):
+    """Held-out text of bytes."""
+
+    def __new__(cls, text: str) -> "Tokens":
+        return super().__new__(cls, text.encode())
+
+    def read(self, start: int, count: int) -> Any:
+        return np.frombuffer(self[start : start + count], np.uint8)

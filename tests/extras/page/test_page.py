@@ -142,9 +142,13 @@ def test_it_generates_what_generate_does_and_takes_it_back(visit):
     tab.get_by_role("button", name="Generate").click()
     tab.wait_for_function("() => continuation.tokens.length === 6 && timer === null")
     assert tab.evaluate(drawn) == text.tokens
-    tab.get_by_role("button", name="Generate").click()  # goes on from there
-    tab.get_by_role("button", name="Pause").click()
-    assert tab.evaluate("timer") is None
+    press = """() => {
+      places.generate.click(); // goes on from there
+      const runs = timer !== null;
+      places.generate.click();
+      return [runs, timer];
+    }"""
+    assert tab.evaluate(press) == [True, None]
     typed = """() => {
       generate();
       textBox.value += "!";
@@ -152,6 +156,107 @@ def test_it_generates_what_generate_does_and_takes_it_back(visit):
       return timer;
     }"""
     assert tab.evaluate(typed) is None  # typing stops it
+
+
+TRICKY = ["a\r\nb", "a\rb\r", "\r\n\r\n", "a\u2028b\x00c", "\n\r\u2029\x85"]
+
+
+@pytest.mark.parametrize("prompt", TRICKY)
+def test_a_text_is_what_was_read_and_not_what_the_box_makes_of_it(visit, prompt):
+    run = random_run(sample={"max_new_tokens": 5})
+    tab = opened(visit, run, prompt)
+    (text,) = rounded(run, "bfloat16").start([prompt], use_cache=False).finish()
+    tokens = "[Array.from(continuation.promptTokens), Array.from(continuation.tokens)]"
+    read = list(prompt.encode())
+    assert tab.evaluate(tokens) == [read, []]
+    for count in range(1, 6):
+        tab.get_by_role("button", name="One token").click()
+        assert tab.evaluate(tokens) == [read, text.tokens[:count]]
+    tab.get_by_role("button", name="中文").click()
+    tab.get_by_role("button", name="English").click()
+    tab.get_by_role("button", name="Take back").click()
+    assert tab.evaluate(tokens) == [read, text.tokens[:4]]
+    for _ in range(4):
+        tab.get_by_role("button", name="Take back").click()
+    assert tab.evaluate("getText()") == prompt
+
+
+def test_drawn_carriage_returns_are_drawn_tokens(visit):
+    bias = {"\r": 80.0, "\n": 84.0}
+    run = random_run(sample={"max_new_tokens": 8, "temperature": 1.0, "bias": bias})
+    tab = opened(visit, run, "x")
+    (text,) = rounded(run, "bfloat16").start(["x"], use_cache=False).finish()
+    assert "\r\n" in text.text
+    assert "\r\r" in text.text
+    for _ in range(8):
+        tab.get_by_role("button", name="One token").click()
+    assert tab.evaluate("Array.from(continuation.tokens)") == text.tokens
+    assert tab.evaluate("getText()") == "x" + text.text
+
+
+def check_read(tab: Any, text: str) -> None:
+    """All that is shown is of this text, none of which is drawn."""
+    assert tab.evaluate("[getText(), continuation.tokens.length]") == [text, 0]
+    read = "tokenizer.encode(getText()).join() === continuation.context.join()"
+    assert tab.evaluate(f"{read} && now.tokens.join() === continuation.context.join()")
+    assert tab.locator(".first .chip").count() == len(text.encode())
+
+
+def test_typing_leaves_the_rest_of_the_text_as_it_is(visit):
+    tab = opened(visit, random_run(), "a\r\nb\rc")
+    box = tab.locator("textarea")
+    box.press("End")
+    box.press("d")
+    check_read(tab, "a\r\nb\rcd")
+    box.press("Control+Home")
+    box.press("x")
+    check_read(tab, "xa\r\nb\rcd")
+    box.press("End")
+    box.press("Delete")  # the line break, which is two characters
+    check_read(tab, "xab\rcd")
+    box.press("Control+End")
+    box.press("Enter")
+    check_read(tab, "xab\rcd\n")
+    box.press("Control+a")
+    box.press("Backspace")
+    assert tab.evaluate("getText()") == ""
+
+
+def test_a_paste_an_undo_and_an_input_method_are_read(visit):
+    tab = opened(visit, random_run(), "a\r\nb")
+    box = tab.locator("textarea")
+    box.press("Control+End")
+    tab.get_by_role("button", name="One token").click()
+    tab.get_by_role("button", name="Take back").click()
+    box.press("Control+End")
+    box.evaluate("""() => document.execCommand("insertText", false, "p\\r\\nq\\rs")""")
+    check_read(tab, "a\r\nbp\nq\ns")  # as a browser pastes
+    for keys in ("Control+z", "Control+y", "Control+z"):
+        box.press(keys)
+        assert tab.evaluate("getText().replace(/\\r\\n?/g, '\\n') === textBox.value")
+        check_read(tab, tab.evaluate("getText()"))
+    box.fill("ab")
+    client = tab.context.new_cdp_session(tab)
+    for text in ("n", "ni", "ni h"):
+        composed = {"text": text, "selectionStart": len(text), "selectionEnd": len(text)}
+        client.send("Input.imeSetComposition", composed)
+        check_read(tab, f"ab{text}")
+    client.send("Input.insertText", {"text": "你好"})
+    check_read(tab, "ab你好")
+
+
+def test_typing_while_it_generates_pauses_it(visit):
+    tab = opened(visit, random_run(sample={"max_new_tokens": 40}), "ab")
+    tab.get_by_role("button", name="Generate").click()
+    tab.wait_for_function("() => continuation.tokens.length >= 3")
+    tab.locator("textarea").press("Home")
+    tab.locator("textarea").press("x")
+    assert tab.evaluate("timer") is None
+    text = tab.locator("textarea").input_value()
+    assert tab.evaluate("textBox.selectionStart") == text.index("x") + 1
+    assert tab.evaluate("getText().replace(/\\r\\n?/g, '\\n')") == text
+    assert tab.evaluate("continuation.tokens.length") == 0
+    assert tab.evaluate("now.tokens.join() === continuation.context.join()")
 
 
 def test_the_draw_is_that_of_the_token_that_came(visit):
@@ -296,10 +401,12 @@ def test_attributions_are_those_of_the_model(visit):
     cells = tab.locator("[data-focus^='cell-heads'] b").all_inner_texts()
     heads = [share for row in parts["heads"] for share in row]
     assert [real(cell) for cell in cells] == pytest.approx(heads, abs=0.006)
-    sums = re.findall(rf"[\d.{MINUS}]+", tab.locator("#cause .note").first.inner_text())
-    *terms, logit = map(real, sums)
+    sums = re.findall(rf"{MINUS}?\d+\.\d+", tab.locator("#cause .note").first.inner_text())
+    *terms, logit, mean = map(real, sums)
     assert len(terms) == 5
-    assert sum(terms) == pytest.approx(logit, abs=0.03)
+    logits = tab.evaluate("text => Array.from(fresh(text, 20).logits)", PROMPT)
+    assert [logit, mean] == pytest.approx([logits[116], sum(logits) / len(logits)], abs=0.006)
+    assert sum(terms) == pytest.approx(logit - mean, abs=0.03)
 
 
 def test_the_induction_head_is_named_by_its_score(visit):
