@@ -102,7 +102,7 @@ function compute() {
     entry,
     next,
     rows,
-    before: rowsBefore && new Map(rowsBefore.map((row) => [row.token, row.probability])),
+    before: rowsBefore && mapChances(rowsBefore),
     target: next ?? (rowsBefore ?? rows)?.[0].token ?? findLargest(entry.logits),
     heads: () => (heads ??= summarizeHeads(reader.gpt, readers.whole.record)),
     // Without a repetition no head is known by what it does with one.

@@ -5,6 +5,8 @@
 // -- what comes next -----------------------------------------------------------------------------
 
 const MAX_EXPECTED = 10;
+let shown = { text: "", at: 0, chances: null }; // what was expected, by token
+let edited = null; // `chances` before the text was edited
 
 /** The rows to show: the likeliest, also of those before something was switched off. */
 function selectExpected() {
@@ -29,11 +31,12 @@ function makeExpectation() {
 
 function makeExpectedRow({ token, probability, chance, removedBy }) {
   const before = now.before?.get(token);
+  const outlined = (now.before ?? edited)?.get(token);
   const parts = [
     ["pale", probability],
     ["solid", chance],
   ];
-  if (before !== undefined) parts.push(["before", before]);
+  if (outlined !== undefined) parts.push(["before", outlined]);
   const classes = [token === now.next ? ".came" : "", removedBy === null ? "" : ".gone"].join("");
   let number = formatPercent(probability);
   if (before !== undefined) number = `${formatPercent(before).replace(" %", "")} → ${number}`;
@@ -47,7 +50,20 @@ function makeExpectedRow({ token, probability, chance, removedBy }) {
   );
 }
 
+/** Keep what was expected before an edit, until a token is drawn or another place is chosen. */
+function rememberExpectation() {
+  const text = now.tokens.join();
+  if (text !== shown.text) edited = continuation.tokens.length ? null : shown.chances;
+  else if (now.at !== shown.at) edited = null;
+  shown = { text, at: now.at, chances: now.rows && mapChances(now.rows) };
+}
+
+function mapChances(rows) {
+  return new Map(rows.map(({ token, probability }) => [token, probability]));
+}
+
 function showExpectation() {
+  rememberExpectation();
   let outcome = say("expectOpen");
   if (now.next !== null && now.rows !== null) {
     const rank = now.rows.findIndex(({ token }) => token === now.next);
@@ -66,7 +82,8 @@ function showExpectation() {
       "p.note",
       {},
       say("barsHelp", { temperature }),
-      now.before === null ? "" : [" ", ...say("barsHelpBefore")],
+      now.before ? [" ", ...say("barsHelpBefore")] : "",
+      edited && !now.before ? [" ", ...say("barsHelpEdited")] : "",
     ),
   );
   fill(places.filters, summarizeFilters());

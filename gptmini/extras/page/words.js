@@ -75,6 +75,7 @@ const WORDS = {
     "浅色条和数字：温度 {temperature} 下模型的预期。深色条：过滤之后被抽中的机会。",
   ],
   barsHelpBefore: ["Outlined: with nothing switched off.", "边框：未关闭任何部件时。"],
+  barsHelpEdited: ["Outlined: before your last edit.", "边框：上次修改之前。"],
   noToken: ["No token is left to draw.", "没有可抽取的词元。"],
   settingsHeading: ["How the next token is drawn", "下一个词元如何抽取"],
   temperature: ["temperature", "温度"],

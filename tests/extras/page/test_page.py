@@ -102,6 +102,24 @@ def test_typing_changes_the_bars(visit):
     assert "<|endoftext|>" in tab.locator(".first .chips").inner_text()
 
 
+def test_an_edit_outlines_what_was_expected_before(visit):
+    tab = opened(visit, random_run())
+    outline = tab.locator(".first .before")
+    assert outline.count() == 0
+    tab.locator("textarea").press_sequentially("s")
+    before = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)
+    row = tab.locator(".first .expected").first
+    token = int(row.get_attribute("data-token"))
+    width = row.locator(".before").evaluate("bar => Number.parseFloat(bar.style.width)")
+    assert width / 100 == pytest.approx(before[token], abs=1e-5)
+    select(tab, 3)
+    assert outline.count() == 0
+    tab.locator("textarea").press_sequentially("s")
+    assert outline.count() >= 10
+    tab.get_by_role("button", name="One token").click()
+    assert outline.count() == 0
+
+
 def test_sliders_redraw_the_bars_and_say_what_they_remove(visit):
     tab = opened(visit, random_run(sample={"top_k": None, "temperature": 1.0}))
     tab.locator("#settings summary").click()
