@@ -420,7 +420,6 @@ function showAttention(layer) {
       make("p.note", {}, say("mapHelp")),
       make("h4", {}, say("readsHeading", { token: labelAt(now.at) })),
       shadeTokens(shares, (k) => (shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`)),
-      make("p.note", {}, say("cachePlain", { count: formatCount(2 * G * K), heads: G, size: K })),
       make("h4", {}, say("stepsHeading", { query: labelAt(now.at), key: labelAt(key) })),
       showArithmetic(layer, head, key),
       makeStreamStep(now.gpt.blocks[layer].attnNorm, x, middle),
@@ -554,6 +553,7 @@ function showArithmetic(layer, head, key) {
           [sayText("keyOf", { token: labelAt(key) })]: k,
         }),
       () => makeVectors({ [sayText("valueOf", { token: labelAt(key) })]: part(looked.v, g) }),
+      () => make("p", {}, say("cachePlain", { count: formatCount(2 * G * K), heads: G, size: K })),
     ),
     step("position", () =>
       showPosition(layer, head, key, part(query.qNormed, head), part(looked.kNormed, g), q, k),

@@ -343,8 +343,8 @@ const WORDS = {
 
   // The KV cache.
   cachePlain: [
-    "Keys and values of these tokens never change, so they are kept for the next token (the KV cache): for each token 2 × {heads} KV heads × {size} = {count} numbers in this layer.",
-    "这些词元的键和值不会再变，所以为下一个词元保留下来（KV 缓存）：本层每个词元 2 × {heads} 个 KV 头 × {size} = {count} 个数。",
+    "Keys and values never change, so they are kept for the next token (the KV cache): for each token 2 × {heads} KV heads × {size} = {count} numbers in this layer.",
+    "键和值不会再变，所以为下一个词元保留下来（KV 缓存）：本层每个词元 2 × {heads} 个 KV 头 × {size} = {count} 个数。",
   ],
 
   // Heads by what they do.

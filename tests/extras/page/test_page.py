@@ -711,6 +711,7 @@ def test_the_bar_names_what_is_off_and_what_that_did(visit):
 def test_stations_say_the_sizes_of_the_model(visit):
     tab = opened(visit, random_run("gqa"))
     open_station(tab, "attn:0")
+    open_step(tab, "qkv")
     H, G, K = tab.evaluate("(({ H, G, K }) => [H, G, K])(now.gpt.blocks[0].attn)")
     said = tab.locator("#station").inner_text()
     assert f"2 {TIMES} {G} KV heads {TIMES} {K} = {2 * G * K} numbers" in said
