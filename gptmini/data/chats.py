@@ -43,56 +43,43 @@ def find_conversation(place: Place, record: dict[str, Any], key: str) -> Convers
         for field in PROMPT_FIELDS:
             if record.get(field):
                 raise DataError(f"{place}: {field}: {UNSUPPORTED}")
-        messages = [_rename_fields(message) for message in messages]
-        _check_messages(f"{place}: {name}", messages)
-        return Conversation(place, [_pick_fields(message) for message in messages], name)
+        return Conversation(place, _read_messages(f"{place}: {name}", messages), name)
     return None
 
 
-def _rename_fields(message: Any) -> Any:
-    """Return a message of ShareGPT with role and content, and any other as it is."""
-    if not isinstance(message, dict) or "from" not in message or "role" in message:
-        return message
-    renamed = dict(message)
-    role = renamed.pop("from")
-    renamed["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    renamed["content"] = renamed.pop("value", None)
-    return renamed
-
-
-def _check_messages(where: str, messages: list[Any]) -> None:
-    """DataError for anything but roles and texts, and without an answer to a message."""
+def _read_messages(where: str, messages: list[Any]) -> list[Message]:
+    """Read messages; DataError if there are none, or none that answers another."""
     if not messages:
         raise DataError(f"{where}: empty; remove the line")
-    for number, message in enumerate(messages):
-        _check_message(f"{where}[{number}]", message)
-    roles = [message["role"] for message in messages]
+    read = [_read_message(f"{where}[{n}]", message) for n, message in enumerate(messages)]
+    roles = [message["role"] for message in read]
     if "assistant" not in roles:
         raise DataError(f"{where}: no assistant message; add its answer")
     if roles[0] == "assistant":
         raise DataError(f"{where}[0]: of the assistant; put what it answers before it")
+    return read
 
 
-def _check_message(where: str, message: Any) -> None:
+def _read_message(where: str, message: Any) -> Message:
+    """Read the role and the text of a message; DataError if it has others, or more."""
     if not isinstance(message, dict):
         raise DataError(f"{where}: not an object with role and content; fix the line")
-    for field, value in message.items():
-        if field not in ("role", "content") and value is not None:
-            raise DataError(f"{where}.{shorten(field)}: {UNSUPPORTED}")
-    role = message.get("role")
+    fields = {name: value for name, value in message.items() if value is not None}
+    names = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
+    role, content = (fields.pop(name, None) for name in names)
+    if fields:
+        raise DataError(f"{where}.{shorten(next(iter(fields)))}: {UNSUPPORTED}")
+    if names[0] == "from" and isinstance(role, str):
+        role = SHAREGPT_ROLES.get(role, role)
     if role not in ROLES:
         problem = "missing" if role is None else f"{role!r:.40}"
         raise DataError(f"{where}.role: {problem}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
-    content = message.get("content")
     if not isinstance(content, str):
         problem = "missing" if content is None else f"{content!r:.40}, not text"
         raise DataError(f"{where}.content: {problem}; fix or remove the line")
     if not content.strip() and role in ("user", "assistant"):
         raise DataError(f"{where}.content: empty; fix or remove the line")
-
-
-def _pick_fields(message: Message) -> Message:
-    return {"role": message["role"], "content": message["content"]}
+    return {"role": role, "content": content}
 
 
 # -- encoding --------------------------------------------------------------------------------------
