@@ -83,7 +83,8 @@ class Dropout(nn.Module):
         n_words = (x.numel() + 7) // 8  # eight random bytes come as one integer of 64 bits
         words = torch.randint(-(2**63), 2**63 - 1, (n_words,), device=x.device)
         random_bytes = words.view(torch.uint8)[: x.numel()].view(x.shape)
-        kept = (random_bytes >= self.drop_threshold).to(x.dtype)
+        # Compared in float32: of a comparison of bytes, Inductor makes slow code.
+        kept = (random_bytes.float() >= self.drop_threshold).to(x.dtype)
         return x * kept * (256 / (256 - self.drop_threshold))  # faster than masked_fill
 
 
