@@ -35,6 +35,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "Run": "generate.run",
     "export_run": "extras.interop.export",
     "import_model": "extras.interop.import_model",
+    "compare": "extras.compare.compare",
     # The parts, for a loop of one's own: scripts/nano.py puts them together.
     "Config": "config.settings",
     "ModelConfig": "config.settings",

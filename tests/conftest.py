@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 # pytest runs a process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
 # are then the same in this process and its children.
@@ -119,30 +118,6 @@ def start_ranks(
 
         yield start
         process.stdin.close()
-
-
-@pytest.fixture
-def forked_trainings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainings of a comparison import nothing: they are forks that `start_ranks` starts."""
-    if not hasattr(os, "fork"):
-        return
-    start_ranks = request.getfixturevalue("start_ranks")
-
-    class Training:
-        """Stands for `subprocess.Popen` of gptmini; it ends before anybody asks for it."""
-
-        def __init__(self, command: list[str], **_: object) -> None:
-            assert command[1:3] == ["-m", "gptmini"]
-            (self.returncode,), said = start_ranks(1, *command[3:])
-            sys.stderr.write(said)
-
-        def poll(self) -> int:
-            return self.returncode
-
-        wait = poll
-
-    stand_in = SimpleNamespace(Popen=Training, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("gptmini.extras.compare.compare.subprocess", stand_in)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import json
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gptmini.cli.options import (
     RUNS_FOLDER,
@@ -21,9 +21,6 @@ from gptmini.cli.options import (
 )
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
-
-if TYPE_CHECKING:
-    from gptmini.config.settings import Config
 
 DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
 
@@ -69,35 +66,38 @@ def compare(
     for name in configs:
         if name is not None and Path(name).suffix not in (".yaml", ".yml") and not is_text(name):
             _check_known(name)
+    if finished and configs:
+        raise ConfigError(f"{configs[0]}: no finished run, as {finished[0]} is; name one kind")
     train_options = {"--steps": steps, "--minutes": minutes}
-    if not configs:
+    if finished:
         only_for_training = train_options | {
             "--attention": attention,
             "--set": assignments,
             "--errors": errors,
             "--seeds": seeds,
+            "--data": data,
         }
         for label, value in only_for_training.items():
             if value is not None:
                 raise ConfigError(f"{label}: these runs are already trained; remove this option")
     variants = {}
-    for kind, name in _list_variants(configs, attention, only=not finished):
+    for kind, name in _list_variants(configs, attention):
         config = build_config(name, data, errors, kind, train_options, assignments)
         variants[kind or name or "default"] = config
-    if split == "test":
-        _check_test_part(variants, data)
-    if "-" in chain(data or [], *(config.data.path for config in variants.values())):
+    if "-" in chain(*(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
-    out = out or RUNS_FOLDER / ("compare" if variants else "compared")
+    out = out or RUNS_FOLDER / ("compared" if finished else "compare")
     from gptmini.console import say
     from gptmini.extras.compare import compare as comparing
-    from gptmini.extras.compare import variants as figures
 
-    measured = comparing.compare(variants, finished, seeds or 1, data, out, cache, split)
+    if finished:
+        found = comparing.compare_finished(finished, out, split)
+    else:
+        found = comparing.compare_variants(variants, seeds or 1, out, cache, split)
     if as_json:
-        print(json.dumps(figures.to_json(measured)))
+        print(json.dumps(found.to_dict()))
         return
-    print(figures.format_comparison(measured), end="")
+    print(found)
     say(f"compare: all figures: {out / 'compare.md'}")
 
 
@@ -112,25 +112,15 @@ def _check_known(name: str) -> None:
         raise ConfigError(problem) from None
 
 
-def _check_test_part(variants: "dict[str, Config]", data: list[str] | None) -> None:
-    """Raise ConfigError if there is no test part, or if `data` replaces that of finished runs."""
-    if data and not variants:
-        raise ConfigError("--split test: a part of the runs' own text; leave out --data")
-    if any(config.data.test is None for config in variants.values()):
-        raise ConfigError("--split test: there is no test part; add --set data.test=0.1")
-
-
 def _list_variants(
-    configs: list[str | None], attention: str | None, only: bool
+    configs: list[str | None], attention: str | None
 ) -> list[tuple[str | None, str | None]]:
     """List the (attention, configuration) of each variant.
 
-    A single configuration that is compared with nothing else (`only`) is compared with itself, in
-    each of DEFAULT_ATTENTIONS.
+    A single configuration is compared with itself, in each of DEFAULT_ATTENTIONS.
     """
     if len(configs) > 1 and attention:
         raise ConfigError("--attention: needs a single configuration; name one, or remove it")
-    if not attention and not (only and len(configs) == 1):
+    if len(configs) != 1:
         return [(None, name) for name in configs]
-    kinds = (attention or DEFAULT_ATTENTIONS).split(",")
-    return [(kind, name) for name in configs for kind in kinds]
+    return [(kind, configs[0]) for kind in (attention or DEFAULT_ATTENTIONS).split(",")]

@@ -50,8 +50,8 @@ def evaluate(
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
     from gptmini.train.evaluate_run import (
+        evaluate_held_out,
         evaluate_run,
-        get_held_out,
         load_corpus,
         load_text,
         measure_compressors,
@@ -65,9 +65,12 @@ def evaluate(
             f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
         )
     own = None if data else load_corpus(trained, cache, split)
-    texts = load_text(trained, data, cache) if own is None else get_held_out(own, split)
+    texts = load_text(trained, data, cache) if data else []
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
-    facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
+    if own is None:
+        facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
+    else:
+        facts = evaluate_held_out(trained, own, split, batch_size, stride).to_dict()
     facts["compressors"] = {} if own is None else measure_compressors(own, split)
     facts["copied"] = None
     if own is not None:

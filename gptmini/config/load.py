@@ -8,7 +8,7 @@ the settings of a section, once each is well-formed.
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,27 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
     except ValidationError as error:
         lines = [line for mistake in error.errors() for line in _explain(mistake, origins)]
         raise ConfigError(*dict.fromkeys(lines)) from None
+
+
+def read_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Return a configuration that is given as settings, or as the path or name of a file."""
+    if isinstance(config, str | Path):
+        return load_config(find_config_file(str(config)), [])
+    return config if isinstance(config, Config) else validate(dict(config), {})
+
+
+def override(config: Config, settings: Mapping[str, Any], label: str) -> Config:
+    """Return a configuration with some settings changed, in sections as a YAML file has them.
+
+    Raises ConfigError, whose lines begin with `label`.
+    """
+    data = config.model_dump(exclude_unset=True)
+    origins = {}
+    for key, value in iter_settings(dict(settings)):
+        path = tuple(key.split("."))
+        _assign(data, label, path, value)
+        origins[path] = label
+    return validate(data, origins)
 
 
 def revalidate(config: Config) -> Config:

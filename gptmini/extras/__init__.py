@@ -3,5 +3,5 @@
 The core never imports them, and no guest imports another: the commands load a guest when they run.
 Without this folder everything else still works, and .ci/run tests that. What is lost: the commands
 `serve`, `compare`, `export` and `import`, pages of `inspect`, `size --accelerator`, and from Python
-`gptmini.export_run` and `gptmini.import_model`.
+`gptmini.export_run`, `gptmini.import_model` and `gptmini.compare`.
 """

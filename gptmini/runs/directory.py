@@ -5,6 +5,7 @@
     tokenizer.json     all that encoding needs
     metrics.jsonl      one JSON object per line
     best.json          step and loss of the best evaluation
+    losses-*.json      losses of held-out text (train/kept_losses.py)
     checkpoints/step-00000500/
         model.safetensors  optimizer.safetensors  state.json
         manifest.json      size and SHA-256 of the three, written last

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmini.config.load import find_config_file, load_config, validate
+from gptmini.config.load import read_config
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
@@ -58,10 +58,7 @@ def fit(
       grad_norm.
     """
     started = time.perf_counter()
-    if isinstance(config, str | Path):
-        requested = load_config(find_config_file(str(config)), [])
-    else:
-        requested = config if isinstance(config, Config) else validate(dict(config), {})
+    requested = read_config(config)
     directory = RunDirectory(Path(out))
     own = CustomParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,11 +17,12 @@ from gptmini.errors import CheckpointError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, pick_device
+from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
+from gptmini.train.kept_losses import Split, read_losses, write_losses
 
-Split = Literal["validation", "test"]
 MAX_COMPRESSED_BYTES = 5_000_000  # of the text to train on; xz takes a second for each million
 MAX_COMPRESSED_TOKENS = MAX_COMPRESSED_BYTES  # a token has a byte at least
 PPMD_ORDERS = (6, 32)  # bytes of context: best for prose, and for texts that repeat themselves
@@ -42,21 +42,19 @@ def evaluate_text(
 
     A path is loaded in float32; a loaded run is evaluated as it is. `split` is the held-out part,
     "validation" or "test". Windows are as long as in training, and `stride` tokens apart, by
-    default side by side. Raises DataError for a text that cannot be read or has changed since
-    training.
+    default side by side. Losses of its own text are kept in its directory, for `compare`, unless
+    they are there. Raises DataError for a text that cannot be read or has changed since training.
     """
     if not isinstance(run, Run):
         run = load_run(run, pick_device("auto").type, "float32", cache)
+    if data is None:
+        return evaluate_held_out(run, load_corpus(run, cache, split), split, stride=stride)
     paths = [str(data)] if isinstance(data, str | Path) else data
-    return evaluate_run(run, load_text(run, paths, cache, split), stride=stride)
+    return evaluate_run(run, load_text(run, paths, cache), stride=stride)
 
 
-def load_text(
-    run: Run, data: list[str] | None, cache: Path, split: Split = "validation"
-) -> list[TokenFile]:
-    """Return a held-out part of a run's text, or all of the text in `data`, as the run's tokens."""
-    if not data:
-        return load_held_out(run, cache, split)
+def load_text(run: Run, data: list[str], cache: Path) -> list[TokenFile]:
+    """Return all of the text in `data` as a run's tokens."""
     settings = run.config.data.model_copy(update={"path": data})
     return [prepare_text(settings, run.tokenizer, cache)]
 
@@ -154,3 +152,30 @@ def evaluate_run(
     if not math.isfinite(evaluation.loss):
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
     return evaluation
+
+
+def evaluate_held_out(
+    run: Run, corpus: Corpus, split: Split, batch_size: int = 16, stride: int | None = None
+) -> Evaluation:
+    """Evaluate on a held-out part of the run's own text, and keep the losses of the best step.
+
+    They are kept if windows lie side by side and all of them are of the weights as trained.
+    """
+    texts = get_held_out(corpus, split)
+    evaluation = evaluate_run(run, texts, batch_size, stride)
+    if stride in (None, run.config.seq_len):
+        kept = read_losses(run.path, split)
+        is_kept = kept is not None and kept.whole and kept.step == run.step
+        if not is_kept and _has_best_weights(run):
+            with suppress(OSError):  # a directory that may only be read
+                write_losses(run.path, split, run.step, texts, run.model, evaluation)
+    return evaluation
+
+
+def _has_best_weights(run: Run) -> bool:
+    """Return whether a run has the weights of its best checkpoint, neither rounded nor changed."""
+    best = RunDirectory(run.path).load_best()
+    weights = run.tensors
+    return best.step == run.step and all(
+        torch.equal(tensor, weights[name].cpu()) for name, tensor in best.model.items()
+    )

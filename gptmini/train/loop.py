@@ -27,6 +27,7 @@ from gptmini.train.build import build_training
 from gptmini.train.checkpoint import create_or_resume, save_checkpoint
 from gptmini.train.evaluate import evaluate
 from gptmini.train.group import SINGLE_PROCESS, Group
+from gptmini.train.kept_losses import write_losses
 from gptmini.train.messages import (
     describe_divergence,
     describe_finished,
@@ -177,10 +178,21 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
         )
     if not math.isfinite(result.loss):
         raise DivergedError(describe_divergence(training, f"validation loss {result.loss}"))
-    losses = {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
+    metrics = {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
     if progress.best is None or result.loss < progress.best["val_loss"]:
-        progress.best = progress.to_metrics() | losses
-    return losses
+        progress.best = progress.to_metrics() | metrics
+        training.group.on_rank_zero(
+            lambda: write_losses(
+                training.run.path,
+                "validation",
+                progress.step,
+                corpus.validation,
+                training.model,
+                result,
+                whole=n_tokens == corpus.held_out,
+            )
+        )
+    return metrics
 
 
 def _is_finished(training: Training) -> bool:

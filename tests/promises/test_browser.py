@@ -1,4 +1,4 @@
-"""The pages of plot and compare in Chromium, with the network off, driven by Playwright."""
+"""The page of plot in Chromium, with the network off, driven by Playwright."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +59,6 @@ def plotted(gptmini, text_file: Path) -> Path:
         words = ["--data", "text.txt", *SMALL, "--attention", attention]
         assert gptmini("train", *words, "--out", out)[0] == 0
     assert gptmini("plot", "runs/a", "runs/b", "--out", "plot.html")[0] == 0
-    assert gptmini("compare", "runs/a", "runs/b", "--out", "c")[0] == 0
     return text_file.parent
 
 
@@ -71,11 +70,11 @@ def of_long_words() -> bytes:
 
 
 def test_pictures_are_shown_and_nothing_overflows(visit, plotted):
-    pages = [plotted / "plot.html", plotted / "c" / "compare.html", of_long_words()]
+    pages = [plotted / "plot.html", of_long_words()]
     for number, content in enumerate(pages):
         tab = visit(content)
         loaded = tab.eval_on_selector_all("img", "all => all.map(each => each.naturalWidth > 100)")
-        assert loaded == [True] * (number < 2)
+        assert loaded == [True] * (number < 1)
         for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
             tab.set_viewport_size({"width": width, "height": 900})
             tab.emulate_media(color_scheme=scheme)

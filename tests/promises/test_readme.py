@@ -169,7 +169,6 @@ def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
             assert run_command(command, monkeypatch) == 0
 
 
-@pytest.mark.usefixtures("forked_trainings")
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_runs(
     readme: Path,

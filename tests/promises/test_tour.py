@@ -98,7 +98,6 @@ def test_the_table_names_functions_and_tests_that_exist():
         assert f"def {test}(" in tests, test
 
 
-@pytest.mark.usefixtures("forked_trainings")
 def test_the_commands_within_the_text_run(gptmini):
     """In one folder, as a reader would type them: none is refused for what another has left."""
     pytest.importorskip("matplotlib")

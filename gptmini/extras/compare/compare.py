@@ -1,97 +1,154 @@
-"""Trains variants in turn and measures them all in the same way.
+"""Trains variants in turn, or takes finished runs, and compares them; `gptmini.compare`.
 
-    OUT/NAME/seed-1337.yaml   the configuration of one training run
-    OUT/NAME/seed-1337/       its directory
-    OUT/compare.json          all figures
-    OUT/compare.md, .png      tables and a picture of them
-    OUT/compare.html          tables and curves on one page
+    OUT/NAME/seed-1337/     the directory of one training run
+    OUT/compare.json        all figures
+    OUT/compare.md, .png    tables and a picture of them
 
-Each run has a process of its own, so its memory and speed do not depend on those before it.
+All is trained in this process, where a model may be of any code.
 """
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptmini import files, machine
+import torch
+
+from gptmini import files
 from gptmini.config import yamlfile
-from gptmini.config.settings import Config
+from gptmini.config.load import override, read_config
+from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, say, warn
-from gptmini.errors import ConfigError, GptminiError, MachineError
-from gptmini.extras.compare.measure import measure_variants
+from gptmini.errors import ConfigError, MachineError
+from gptmini.extras.compare.measure import check_same_text, find_losses, measure_variants
 from gptmini.extras.compare.plots import draw_comparison
-from gptmini.extras.compare.statistics import import_scipy
-from gptmini.extras.compare.variants import (
-    Variant,
-    build_difference_rows,
-    build_rows,
-    describe_differences,
-    describe_table,
-    format_comparison,
-    list_warnings,
-    to_json,
-)
-from gptmini.figures import page
-from gptmini.figures.plots import Figure, render_svg, save_figure
+from gptmini.extras.compare.statistics import Difference, import_scipy
+from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
+from gptmini.figures.plots import Figure, save_figure
+from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.generate.run import load_run
+from gptmini.model.gpt import GPT
 from gptmini.plan.reconcile import share_choices
 from gptmini.runs.directory import RunDirectory
-from gptmini.train.evaluate_run import Split
+from gptmini.train.api import fit
+from gptmini.train.evaluate_run import evaluate_text
+from gptmini.train.kept_losses import Split
+
+BuildModel = Callable[[ModelConfig], GPT]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants that were measured in the same way; printed, it is the tables."""
+
+    variants: list[Variant]
+
+    def __str__(self) -> str:
+        return format_comparison(self.variants)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """How each variant but the first differs from the first, in bits per byte."""
+        return compare_with_first(self.variants)
+
+    def draw(self) -> Figure:
+        """Draw the variants with matplotlib; MachineError if it is not installed."""
+        return draw_comparison(self.variants)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as JSON data."""
+        return to_json(self.variants)
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run: a variant with a seed, and its directory."""
+    """One training run: a variant with a seed, its directory, and a builder of its own model."""
 
     variant: str
     config: Config
     out: Path
+    model: BuildModel | None = None
 
 
 def compare(
-    variants: dict[str, Config],
-    finished: list[Path],
+    variants: Mapping[str, Mapping[str, Any] | BuildModel],
+    config: Config | Mapping[str, Any] | str | Path,
+    seeds: int = 1,
+    out: str | Path = "runs/compare",
+    cache: Path = DEFAULT_CACHE_DIR,
+    *,
+    split: Split = "validation",
+) -> Comparison:
+    """Train variants of a configuration, each once per seed, and compare them with the first.
+
+        found = gptmini.compare({"mha": {}, "gqa": {"model": {"attention": "gqa:2"}}}, config, 3)
+        print(found)
+
+    A variant is the settings that it changes, in sections as a YAML file has them, or a builder of
+    its model, as `model` of `gptmini.fit`. `config` is what `fit` takes. Losses are those of the
+    held-out part that `split` names. `out` gets the runs, tables and the picture; the same call
+    resumes, and trains nothing twice. A builder that has changed needs another `out`. Raises what
+    `fit` does, ConfigError if `out` has another comparison, and MachineError without scipy.
+    """
+    base = read_config(config)
+    configs: dict[str, Config] = {}
+    models: dict[str, BuildModel] = {}
+    for name, variant in variants.items():
+        if callable(variant):
+            configs[name] = base
+            models[name] = variant
+        else:
+            configs[name] = override(base, variant, name)
+    return compare_variants(configs, seeds, Path(out), cache, split, models)
+
+
+def compare_variants(
+    configs: Mapping[str, Config],
     seeds: int,
-    data: list[str] | None,
     out: Path,
     cache: Path,
     split: Split = "validation",
-) -> list[Variant]:
-    """Train variants, measure them and finished runs, and write the figures to `out`.
-
-    `data` is another text to measure finished runs on. With variants to train, it is their training
-    text, and all are measured on the part held out of it that `split` names.
-    """
-    groups = group_runs(finished)
-    if seeds > 1 or any(len(paths) > 1 for paths in groups.values()):
+    models: Mapping[str, BuildModel] | None = None,
+) -> Comparison:
+    """Train variants by name and compare them; `models` has the builders of other models."""
+    if split == "test" and any(config.data.test is None for config in configs.values()):
+        raise ConfigError("data.test: there is no test part; set it, such as to 0.1")
+    if seeds > 1:
         import_scipy()  # if it is missing, say so before hours of training
-    trained = train_all(plan_runs(variants, seeds, out), cache) if variants else {}
-    runs_of: dict[str, list[Path]] = {}
-    for name, paths in groups.items():
-        runs_of[str(paths[0]) if name in trained else name] = paths
-    runs_of |= trained
-    text = None if variants else data
-    measured = measure_variants(runs_of, text, cache, split)
-    write_results(measured, out)
-    return measured
+    trained = train_all(plan_runs(configs, seeds, out, models or {}), cache, split)
+    return _measure(trained, out, split)
 
 
-def plan_runs(variants: dict[str, Config], seeds: int, out: Path) -> list[TrainingRun]:
+def compare_finished(paths: list[Path], out: Path, split: Split = "validation") -> Comparison:
+    """Compare finished runs, grouped by variant, and write the figures to `out`."""
+    return _measure(group_runs(paths), out, split)
+
+
+def _measure(runs_of: dict[str, list[Path]], out: Path, split: Split) -> Comparison:
+    comparison = Comparison(measure_variants(runs_of, split))
+    write_results(comparison, out)
+    return comparison
+
+
+def plan_runs(
+    configs: Mapping[str, Config], seeds: int, out: Path, models: Mapping[str, BuildModel]
+) -> list[TrainingRun]:
     """Plan the training runs in rounds, one seed of every variant per round.
 
     Taking turns spreads other load on the machine over all variants. All see the same number of
     tokens, or train for `train.minutes`, and none stops early.
     """
-    first = next(iter(variants.values()))
+    folders = {name: re.sub(r"[^\w.-]", "", name.replace("/", "-")) for name in configs}
+    for name, folder in folders.items():
+        if folder.strip(".") == "" or list(folders.values()).count(folder) > 1:
+            raise ConfigError(f"{name!r}: names no folder of its own; use other letters and digits")
+    first = next(iter(configs.values()))
     n_tokens = _count_tokens(first)
     planned = []
     for number in range(seeds):
-        for name, base in variants.items():
+        for name, base in configs.items():
             config = base
             settings: dict[str, Any] = {"seed": base.train.seed + number, "patience": None}
             if base.train.minutes is not None:
@@ -100,9 +157,8 @@ def plan_runs(variants: dict[str, Config], seeds: int, out: Path) -> list[Traini
             elif _count_tokens(config) != n_tokens:
                 tokens_per_step = config.train.batch_size * config.seq_len
                 settings["steps"] = max(1, round(n_tokens / tokens_per_step))
-            folder = re.sub(r"[^\w.-]", "", name.replace("/", "-"))
-            path = out / folder / f"seed-{settings['seed']}"
-            planned.append(TrainingRun(name, config.with_train(**settings), path))
+            path = out / folders[name] / f"seed-{settings['seed']}"
+            planned.append(TrainingRun(name, config.with_train(**settings), path, models.get(name)))
     return planned
 
 
@@ -115,18 +171,20 @@ def _dump_settings(config: Config) -> bytes:
     return yamlfile.dump(config.model_dump(exclude_unset=True)).encode()
 
 
-def train_all(planned: list[TrainingRun], cache: Path) -> dict[str, list[Path]]:
+def train_all(planned: list[TrainingRun], cache: Path, split: Split) -> dict[str, list[Path]]:
     """Train or resume every run to its end; return the run directories of each variant.
 
-    Whatever the first run chooses for itself applies to all. If a run fails, the error has its exit
-    code.
+    Whatever the first run chooses for itself applies to all. Raises DataError once a run turns out
+    to have another held-out text.
     """
     first = planned[0]
     names = list(dict.fromkeys(run.variant for run in planned))
     n_seeds = len({run.config.train.seed for run in planned})
+    minutes = first.config.train.minutes
+    length = format_count(minutes or first.config.train.steps, "minute" if minutes else "step")
     say(
         f"compare: training {', '.join(names)} in turn, {format_count(n_seeds, 'seed')} each, "
-        f"{_describe_length(first.config)}; Ctrl-C stops, the same command resumes"
+        f"{length} per run; Ctrl-C stops, the same command resumes"
     )
     paths: dict[str, list[Path]] = {}
     for number, run in enumerate(planned, 1):
@@ -135,130 +193,82 @@ def train_all(planned: list[TrainingRun], cache: Path) -> dict[str, list[Path]]:
             config = share_choices(config, RunDirectory(first.out))
         seed = config.train.seed
         title = f"compare: run {number} of {len(planned)}: {run.variant}, seed {seed}"
-        _train(run.out, config, cache, title)
+        _train(run, config, cache, split, title)
+        check_same_text([first.out, run.out], split)
         paths.setdefault(run.variant, []).append(run.out)
     return paths
 
 
-def _describe_length(config: Config) -> str:
-    """Say how long each run takes."""
-    minutes = config.train.minutes
-    if minutes is not None:
-        return f"{format_count(minutes, 'minute')} per run"
-    return f"{format_count(config.train.steps, 'step')} per run"
-
-
-def _train(out: Path, config: Config, cache: Path, title: str) -> None:
-    """Train one run to its end in a process of its own, unless it is there already."""
-    config_file = out.with_suffix(".yaml")
-    content = _dump_settings(config)
-    run = RunDirectory(out)
-    if run.exists and config_file.exists() and config_file.read_bytes() != content:
-        raise ConfigError(
-            f"{config_file}: belongs to a different comparison; choose another directory with --out"
-        )
-    if run.exists and max(run.list_steps(), default=-1) >= run.load_config().train.steps:
-        say(f"{title}: already finished")
-        return
-    say(title)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files.atomic_write_bytes(config_file, content)
-    command = [sys.executable, "-m", "gptmini", "train", str(config_file), "--out", str(out)]
-    command += ["--cache", str(cache), "--no-sample"]
-    # In its own session the child gets each signal only once, from here; a second Ctrl-C would end
-    # it without saving.
-    process = subprocess.Popen(  # noqa: S603 - ourselves
-        command, stdout=subprocess.DEVNULL, start_new_session=True
+def _train(run: TrainingRun, config: Config, cache: Path, split: Split, title: str) -> None:
+    """Train one run to its end, unless it is there already, and measure its losses if need be."""
+    directory = RunDirectory(run.out)
+    if directory.exists:
+        _check_same_run(directory, config, run.model)
+    is_finished = (
+        directory.exists
+        and max(directory.list_steps(), default=-1) >= directory.load_config().train.steps
     )
-    code = _wait(process)
-    if code == 0:
-        return
-    if code < 0:  # killed by a signal, as the shell counts it
-        code = 128 - code
-    remedy = "run the same command again to resume" if code > 128 else "see the error above"
-    error = GptminiError(f"{out}: training stopped early; {remedy}")
-    error.exit_code = code
-    raise error
+    say(f"{title}: already finished" if is_finished else title)
+    if not is_finished:
+        torch.compiler.reset()  # it compiles only so many models in a process
+        fit(config, run.out, cache, model=run.model)
+    if find_losses(directory, split) is None:
+        trained = load_run(run.out, config.train.device, "float32", cache, model=run.model)
+        evaluate_text(trained, split=split, cache=cache)
 
 
-def _wait(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for a process and return its exit code; pass on signals that arrive meanwhile."""
-    forwarded = None
-    try:
-        with machine.catch_signals() as received:
-            while process.poll() is None:
-                if received.save:
-                    _send_signal(process, signal.SIGUSR1)
-                    received.save = False
-                if received.stop is not None and forwarded is None:
-                    forwarded = received.stop
-                    _send_signal(process, forwarded)
-                time.sleep(0.1)
-    except KeyboardInterrupt:  # the second Ctrl-C
-        _send_signal(process, signal.SIGINT)
-        process.wait()
-        raise
-    return process.returncode or (128 + forwarded if forwarded else 0)
-
-
-def _send_signal(process: "subprocess.Popen[bytes]", number: int) -> None:
-    """Pass on a signal; on Windows, where none can be sent, the console gives Ctrl-C to both."""
-    if not files.IS_WINDOWS:
-        process.send_signal(number)
+def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None) -> None:
+    """ConfigError for a run that was begun by other settings, or with another kind of model."""
+    is_same = _dump_settings(run.load_request()) == _dump_settings(config)
+    if run.list_steps():
+        is_same = is_same and bool(run.find_best().state.get("own_model")) == (model is not None)
+    if not is_same:
+        raise ConfigError(
+            f"{run.path}: belongs to a different comparison; choose another directory with --out"
+        )
 
 
 def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
-    """Group finished runs by variant: runs whose configurations differ only by seed."""
+    """Group finished runs by variant: runs whose configurations differ only by seed.
+
+    What model of its own a run has, its files do not say: those of one folder are one variant.
+    """
     groups: dict[tuple[Any, ...], list[Path]] = {}
     seen = set()
     for path in paths:
         run = RunDirectory(path)
         config = run.load_config()
-        is_untrained = max(run.list_steps(), default=0) == 0
+        state = run.find_best().state
         # With `train.minutes` the number of steps is an outcome, not a setting.
         steps = config.train.steps if config.train.minutes is None else 1
         comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto", steps=steps)
-        key: tuple[Any, ...] = (_dump_settings(comparable), is_untrained)
+        own_folder = _get_variant_folder(path) if state.get("own_model") else None
+        key: tuple[Any, ...] = (_dump_settings(comparable), state["step"] == 0, own_folder)
         if (key, config.train.seed) in seen:  # the same seed twice: something else must differ
             key = (path,)
         seen.add((key, config.train.seed))
         groups.setdefault(key, []).append(path)
-    names = [_name_variant(runs[0]) for runs in groups.values()]
+    names = [_get_variant_folder(runs[0]).name for runs in groups.values()]
     return {
         name if names.count(name) == 1 else str(runs[0]): runs
         for name, runs in zip(names, groups.values(), strict=True)
     }
 
 
-def _name_variant(path: Path) -> str:
-    """Return the name of a run directory, or of its parent if it is one seed of several."""
-    return path.parent.name if re.fullmatch(r"seed-\d+", path.name) else path.name
+def _get_variant_folder(path: Path) -> Path:
+    """Return the directory of a run, or its parent if it is one seed of several."""
+    return path.parent if re.fullmatch(r"seed-\d+", path.name) else path
 
 
-def write_results(variants: list[Variant], out: Path) -> None:
-    """Write the figures as JSON, Markdown, a page, and a picture if matplotlib is installed."""
+def write_results(comparison: Comparison, out: Path) -> None:
+    """Write the figures as JSON and Markdown, with a picture if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
-    files.atomic_write_bytes(out / "compare.json", json.dumps(to_json(variants), indent=1).encode())
-    files.atomic_write_bytes(out / "compare.md", format_comparison(variants, full=True).encode())
-    figure = None
+    figures = json.dumps(comparison.to_dict(), indent=1).encode()
+    files.atomic_write_bytes(out / "compare.json", figures)
+    tables = format_comparison(comparison.variants, as_markdown=True)
     try:
-        figure = draw_comparison(variants)
-        save_figure(figure, out / "compare.png")
+        save_figure(comparison.draw(), out / "compare.png")
+        tables += "\n\n![The figures of the tables](compare.png)"
     except MachineError as error:
         warn(f"{out / 'compare.png'}: not drawn; {error}")
-    files.atomic_write_bytes(out / "compare.html", build_page(variants, figure))
-
-
-def build_page(variants: list[Variant], figure: Figure | None) -> bytes:
-    """Build the page of a comparison: its tables, and the figure if there is one."""
-    headings, *rows = build_rows(variants, full=True)
-    parts = [page.render_table(headings, rows)]
-    if len(variants) > 1:
-        headings, *rows = build_difference_rows(variants)
-        note = "; ".join(describe_differences(variants))
-        parts.append(page.render_table(headings, rows, "Differences", note))
-    if figure is not None:
-        parts.append(page.render_picture(render_svg(figure), "The figures of the tables."))
-    title = f"{format_count(len(variants), 'variant')} compared"
-    introduction = "; ".join([*describe_table(variants), *list_warnings(variants)])
-    return page.render_page(title, introduction, parts)
+    files.atomic_write_bytes(out / "compare.md", f"{tables}\n".encode())

@@ -41,6 +41,7 @@ def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
         axis.scatter([kib] * len(values), values, s=12, color=color, alpha=0.5)
         axis.scatter(kib, mean(values), s=160, marker="_", color=color, label=variant.name)
     axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted({variant.cache_bytes / 1024 for variant in variants}))
     axis.margins(x=0.2)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set(xlabel="KV cache at full context (KiB)", ylabel="bits per byte")

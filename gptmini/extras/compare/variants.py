@@ -1,8 +1,8 @@
 """Holds measured runs, grouped into variants, as plain data: tables and JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import mean, median, stdev
+from dataclasses import asdict, dataclass
+from statistics import mean, stdev
 from typing import Any
 
 from gptmini import console
@@ -10,24 +10,21 @@ from gptmini.extras.compare.statistics import MAX_SEEDS, Difference, conclude, e
 from gptmini.figures.plots import Points
 
 NOTABLE_DIFFERENCE = 0.01  # bits per byte that the table says the number of seeds for
-PARTS = {"validation": "the validation part", "test": "the test part", None: "the text given"}
 
 
 @dataclass(frozen=True)
 class RunMeasurement:
     """The figures of a trained run.
 
-    Losses are those of its best checkpoint, in float32; memory is in bytes. `text` identifies the
-    text that losses were measured on, `split` is the part of the run's own text that it is, or
-    None; its windows of `seq_len` tokens are `stride` apart. `history` has tokens seen, seconds
-    and bits per byte at each evaluation during training.
+    Losses are those of its best checkpoint, on the held-out part `split`, or less where it is not
+    `whole`, in windows of `seq_len` tokens that lie side by side. `history` has tokens seen,
+    seconds and bits per byte at each evaluation during training.
     """
 
     path: str
-    text: str
-    split: str | None
+    split: str
+    whole: bool
     seq_len: int
-    stride: int
     seed: int
     step: int
     loss: float
@@ -37,7 +34,6 @@ class RunMeasurement:
     accuracy: float
     tokens_per_second: float | None
     seconds: float
-    peak_memory: int | None
     history: list[tuple[int, float, float]]
 
 
@@ -48,11 +44,7 @@ class Variant:
     name: str
     runs: list[RunMeasurement]
     parameters: int
-    context_length: int
-    cache_bytes_per_token: int
     cache_bytes: int  # at full context
-    # By context; one speed for each round of timing.
-    decode_tokens_per_second: dict[int, list[float]] = field(default_factory=dict)
 
     def list_figures(self, key: str) -> list[float]:
         """Return one figure of every run that has it."""
@@ -65,24 +57,16 @@ def build_histories(variants: list[Variant]) -> tuple[str, dict[str, list[Points
 
     The axis is tokens seen if all runs saw the same number, else minutes.
     """
-    histories = [run.history for variant in variants for run in variant.runs if run.history]
-    last_tokens = {history[-1][0] for history in histories}
+    last_tokens = {run.history[-1][0] for each in variants for run in each.runs if run.history}
+    label, column, unit = ("minutes of training", 1, 60.0)
     if len(last_tokens) == 1:
-        label = "tokens seen (millions)"
-        curves = {
-            variant.name: [
-                [(tokens / 1e6, bits) for tokens, _, bits in run.history] for run in variant.runs
-            ]
-            for variant in variants
-        }
-    else:
-        label = "minutes of training"
-        curves = {
-            variant.name: [
-                [(seconds / 60, bits) for _, seconds, bits in run.history] for run in variant.runs
-            ]
-            for variant in variants
-        }
+        label, column, unit = ("tokens seen (millions)", 0, 1e6)
+    curves = {
+        variant.name: [
+            [(line[column] / unit, line[2]) for line in run.history] for run in variant.runs
+        ]
+        for variant in variants
+    }
     return label, curves
 
 
@@ -119,36 +103,17 @@ def to_json(variants: list[Variant]) -> dict[str, Any]:
     return {"notable_difference": NOTABLE_DIFFERENCE, "variants": entries}
 
 
-def format_table(variants: list[Variant], full: bool = False) -> str:
-    """Format the main figures for 80 columns, or all of them as a Markdown table."""
-    return console.format_table(build_rows(variants, full), full)
-
-
-def build_rows(variants: list[Variant], full: bool) -> list[list[str]]:
-    """Return the main figures, or all of them, under a row of headings.
-
-    The KV cache and the decoding speed are those at the full context.
-    """
+def build_rows(variants: list[Variant]) -> list[list[str]]:
+    """Return the main figures under a row of headings."""
     rows = []
     for variant in variants:
-        speeds = [
-            _format_center(median(rounds), rounds, ",.0f")
-            for rounds in variant.decode_tokens_per_second.values()
-        ]
         cells = {
             "variant": variant.name,
             "params": f"{variant.parameters:,}",
             "bits/byte": _format_mean(variant.list_figures("bits_per_byte"), ".4f"),
             "KV bytes": f"{variant.cache_bytes:,}",
-            "decode tok/s": speeds[-1] if speeds else "",
             "train tok/s": _format_mean(variant.list_figures("tokens_per_second"), ",.0f"),
         }
-        if full:
-            peak_mib = [peak / 2**20 for peak in variant.list_figures("peak_memory")]
-            cells["loss (nats/token)"] = _format_mean(variant.list_figures("loss"), ".4f")
-            cells["KV bytes per token"] = f"{variant.cache_bytes_per_token:,}"
-            cells["decode tok/s at 1/4, 1/2 of context"] = ", ".join(speeds[:-1])
-            cells["peak MiB"] = _format_mean(peak_mib, ",.0f")
         rows.append(cells)
     headings = list(rows[0])
     return [headings, *(list(cells.values()) for cells in rows)]
@@ -156,44 +121,44 @@ def build_rows(variants: list[Variant], full: bool) -> list[list[str]]:
 
 def _format_mean(values: list[float], form: str) -> str:
     """Format the mean, with the standard deviation if there are several values."""
-    return _format_center(mean(values), values, form) if values else ""
-
-
-def _format_center(center: float, values: list[float], form: str) -> str:
-    """Format the center of some values, with their standard deviation if there are several."""
+    if not values:
+        return ""
     deviation = compute_deviation(values)
-    return f"{center:{form}}" if deviation is None else f"{center:{form}} ± {deviation:{form}}"
+    spread = "" if deviation is None else f" ± {deviation:{form}}"
+    return f"{mean(values):{form}}{spread}"
 
 
-def format_comparison(variants: list[Variant], full: bool = False) -> str:
+def format_comparison(variants: list[Variant], as_markdown: bool = False) -> str:
     """Format the table, the differences and what they mean, for 80 columns or as Markdown."""
-    bullet = "- " if full else ""
-    lines = [format_table(variants, full), ""]
+    bullet = "- " if as_markdown else ""
+    lines = [console.format_table(build_rows(variants), as_markdown), ""]
     lines += [bullet + line for line in describe_table(variants)]
     if len(variants) > 1:
-        lines += ["", console.format_table(build_difference_rows(variants), full), ""]
+        lines += ["", console.format_table(build_difference_rows(variants), as_markdown), ""]
         lines += [bullet + line for line in describe_differences(variants)]
     lines += [bullet + line for line in list_warnings(variants)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def describe_table(variants: list[Variant]) -> list[str]:
     """Say, in short lines, what the figures of the table are."""
     runs = [run for variant in variants for run in variant.runs]
-    overlap = any(run.stride < run.seq_len for run in runs)
-    windows = ", in windows that overlap by half" if overlap else ""
-    return [
-        f"bits/byte: on {PARTS[runs[0].split]}{windows}",
-        "KV bytes and decode tok/s: at full context, one text",
-        "±: standard deviation over seeds; of decode tok/s, over rounds of timing",
+    extent = "" if all(run.whole for run in runs) else "some of "
+    lines = [
+        f"bits/byte: of each run's best checkpoint, on {extent}the {runs[0].split} part",
+        "KV bytes: at full context, one text",
     ]
+    if any(len(variant.runs) > 1 for variant in variants):
+        lines.append("±: standard deviation over seeds")
+    return lines
 
 
 def list_warnings(variants: list[Variant]) -> list[str]:
     """Say what speaks against the comparison."""
-    texts = {run.text for variant in variants for run in variant.runs}
-    if len(texts) > 1:
-        return ["warning: measured on different texts; compare again with --data TEXT"]
+    lengths = sorted({run.seq_len for variant in variants for run in variant.runs})
+    if len(lengths) > 1:
+        windows = ", ".join(map(str, lengths))
+        return [f"warning: measured in windows of {windows} tokens; longer ones show more text"]
     return []
 
 

@@ -542,6 +542,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
         "checkpoints",
         "config.yaml",
         "lock",
+        "losses-validation.json",
         "metrics.jsonl",
         "request.yaml",
         "tokenizer.json",

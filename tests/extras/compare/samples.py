@@ -8,10 +8,9 @@ def variant(name: str, *bits: float) -> Variant:
     runs = [
         RunMeasurement(
             path="p",
-            text="t",
             split="validation",
+            whole=True,
             seq_len=64,
-            stride=64,
             seed=seed,
             step=9,
             loss=each,
@@ -21,10 +20,8 @@ def variant(name: str, *bits: float) -> Variant:
             accuracy=0.5,
             tokens_per_second=1e4,
             seconds=60.0,
-            peak_memory=2**28,
             history=list(history),
         )
         for seed, each in enumerate(bits)
     ]
-    speeds = {16: [900.0], 32: [800.0], 64: [690.0, 700.0, 720.0]}
-    return Variant(name, runs, 1000, 64, 512, 32_768, speeds)
+    return Variant(name, runs, 1000, 32_768)

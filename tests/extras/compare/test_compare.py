@@ -4,17 +4,17 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
-from gptmini.errors import ConfigError, GptminiError
-from gptmini.extras.compare import compare, measure
+import gptmini as package
+from gptmini.errors import ConfigError, DataError
+from gptmini.extras.compare import compare
 from gptmini.extras.compare.plots import draw_comparison
 from gptmini.extras.compare.variants import compare_with_first
 from gptmini.figures.plots import save_figure
-from gptmini.machine import ReceivedSignals
 from gptmini.runs.directory import RunDirectory
 from tests.extras.compare.samples import variant
 from tests.support import SMALL, tiny
@@ -23,21 +23,15 @@ from tests.support import SMALL, tiny
 def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_path):
     base = tiny(train={"steps": 12, "batch_size": 4})
     wide = tiny(train={"steps": 99, "batch_size": 8})
-    jobs = compare.plan_runs({"a": base, "b": wide}, 2, tmp_path)
-    assert [(job.variant, job.config.train.seed) for job in jobs] == [
-        ("a", 1337),
-        ("b", 1337),
-        ("a", 1338),
-        ("b", 1338),
-    ]
+    jobs = compare.plan_runs({"a": base, "b": wide}, 2, tmp_path, {})
+    found = [(job.variant, job.config.train.seed) for job in jobs]
+    assert found == [("a", 1337), ("b", 1337), ("a", 1338), ("b", 1338)]
     assert {job.config.train.steps * job.config.train.batch_size for job in jobs} == {48}
     assert all(job.config.train.patience is None for job in jobs)
     assert len({job.out for job in jobs}) == 4
-
-
-@pytest.fixture(autouse=True)
-def _short_timings(monkeypatch, forked_trainings):
-    monkeypatch.setattr(measure, "MIN_TIMING_SECONDS", 0.0)
+    for names in (["gqa:2", "gqa2"], [":"], [".."]):
+        with pytest.raises(ConfigError, match="names no folder of its own"):
+            compare.plan_runs(dict.fromkeys(names, base), 1, tmp_path, {})
 
 
 WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4", "--seeds", "2"]
@@ -77,10 +71,6 @@ def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
     to_first = second["variants"][1]["to_first"]
     assert to_first["counts"] == [2]  # pairs of equal seeds
     assert to_first["verdict"] in out
-    page = (folder / "compare.html").read_text()
-    assert "<th>vs mha</th>" in page
-    assert f"<td>{to_first['verdict']}</td>" in page
-    assert page.count("<img ") == 1
     text = (folder / "compare.md").read_text()
     assert out.splitlines()[0].split()[:2] == ["variant", "params"]
     assert max(map(len, out.splitlines())) <= 80
@@ -97,8 +87,8 @@ def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
     assert "belongs to a different comparison" in err
 
 
-def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_path):
-    gptmini, _ = compared
+@pytest.mark.usefixtures("compared")
+def test_finished_runs_are_grouped_by_what_differs(tmp_path):
     folder = tmp_path / "runs" / "compare"
     twins = [folder / "mha" / "seed-1337", folder / "mha" / "seed-1338"]
     (folder / "copy").symlink_to(twins[0])
@@ -107,27 +97,10 @@ def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_pa
         "window4": [folder / "window4" / "seed-1337"],
         "copy": [folder / "copy"],  # the same seed again is another variant
     }
-    runs = [f"runs/compare/{name}/seed-{n}" for name in ("mha", "window4") for n in (1337, 1338)]
-    code, out, _ = gptmini("compare", *runs, "--out", "again", "--json")
-    assert code == 0
-    counts = {each["name"]: len(each["runs"]) for each in json.loads(out)["variants"]}
-    assert counts == {"mha": 2, "window4": 2}
-    (tmp_path / "other.txt").write_text("Another text. " * 20)
-    code, other, _ = gptmini("compare", *runs, "--data", "other.txt", "--out", "again", "--json")
-    assert code == 0
-    assert (
-        json.loads(other)["variants"][0]["bits_per_byte"]
-        != json.loads(out)["variants"][0]["bits_per_byte"]
-    )
-
-
-def test_what_a_machine_chose_is_no_difference_between_variants(tmp_path):
-    runs = [tmp_path / "seed-1", tmp_path / "seed-2"]
-    chosen = [{"compile": "on", "micro_batch_size": 4}, {"compile": "off", "micro_batch_size": 2}]
-    for seed, (path, settings) in enumerate(zip(runs, chosen, strict=True)):
-        path.mkdir()
-        RunDirectory(path).write_config(tiny(train={"seed": seed, **settings}))
-    assert list(compare.group_runs(runs).values()) == [runs]
+    # What a machine chose is no difference.
+    run = RunDirectory(twins[1])
+    run.write_config(run.load_config().with_train(micro_batch_size=2, compile="on"))
+    assert compare.group_runs(twins) == {"mha": twins}
 
 
 def test_variants_are_measured_on_the_test_part_on_request(gptmini, text_file, tmp_path):
@@ -135,22 +108,18 @@ def test_variants_are_measured_on_the_test_part_on_request(gptmini, text_file, t
     words += ["--set", "data.test=0.2"]
     code, out, err = gptmini(*words, "--split", "test")
     assert code == 0, err
-    assert "bits/byte: on the test part\n" in out
+    assert "best checkpoint, on the test part\n" in out
     tested = json.loads((tmp_path / "runs/compare/compare.json").read_text())
     code, out, err = gptmini(*words, "--json")
     assert (code, err.count("already finished")) == (0, 1), err
-    chosen_on = json.loads(out)
-    for split, found in {"test": tested, "validation": chosen_on}.items():
+    for split, found in {"test": tested, "validation": json.loads(out)}.items():
         run = found["variants"][0]["runs"][0]
         assert run["split"] == split
         _, out, _ = gptmini("evaluate", run["path"], "--split", split, "--json")
-        assert run["bits_per_byte"] == json.loads(out)["bits_per_byte"]
-    finished = [each["runs"][0]["path"] for each in tested["variants"]]
-    code, out, err = gptmini("compare", *finished, "--split", "test", "--out", "again", "--json")
+        assert run["bits_per_byte"] == pytest.approx(json.loads(out)["bits_per_byte"], rel=1e-3)
+    code, out, err = gptmini("compare", run["path"], "--split", "test", "--out", "again", "--json")
     assert code == 0, err
-    assert [each["runs"][0] for each in json.loads(out)["variants"]] == [
-        each["runs"][0] for each in tested["variants"]
-    ]
+    assert json.loads(out)["variants"][0]["runs"] == tested["variants"][0]["runs"]
 
 
 def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp_path):
@@ -170,43 +139,26 @@ def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp
     assert list(compare.group_runs([folder / "mha" / "seed-1337"])) == ["mha"]
 
 
-def test_a_mistake_before_the_first_step_can_be_corrected(text_file, tmp_path, monkeypatch):
-    """The configuration of a training that never began does not block a corrected one."""
-    said = []
-    monkeypatch.setattr(compare, "_wait", lambda process: process.wait() and 3)
-    monkeypatch.setattr(compare, "say", said.append)
-    wrong, right = tiny(data={"path": "no.txt"}), tiny(data={"path": str(text_file)})
-    with pytest.raises(GptminiError, match="see the error above"):
-        compare._train(tmp_path / "seed-1", wrong, tmp_path / "cache", "wrong")
-    compare._train(tmp_path / "seed-1", right, tmp_path / "cache", "right")
-    compare._train(tmp_path / "seed-1", right, tmp_path / "cache", "again")
-    assert said == ["wrong", "right", "again: already finished"]
-    with pytest.raises(ConfigError, match="belongs to a different comparison"):
-        compare._train(tmp_path / "seed-1", wrong, tmp_path / "cache", "wrong")
-
-
 def test_a_failed_training_ends_the_comparison_with_its_message_and_exit_code(gptmini, text_file):
     words = [*WORDS, "--set", "train.lr=1e9", "--set", "train.optimizer=adamw"]
     code, _, err = gptmini(*words)
     assert code == 6
+    assert "seed-1337: " in err.splitlines()[-1]
     assert "after step" in err
-    assert "training stopped early" in err
 
 
-@pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_training_and_says_how_to_resume(gptmini, text_file, tmp_path, number):
-    long = [*WORDS, "--set", "train.steps=3000", "--set", "train.save_every=3000"]
+@pytest.mark.usefixtures("default_signals", "text_file")
+def test_a_signal_saves_the_training_and_says_how_to_resume(tmp_path):
+    long = [*WORDS, "--set", "train.steps=3000", "--set", "train.compile=off"]
     command = [sys.executable, "-m", "gptmini", *long]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         for line in process.stderr:
             if line.split()[1:2] == ["20/3000"]:
                 break
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-    assert process.returncode == 128 + number
-    assert "saved" in said
-    assert "training stopped early; run the same command again to resume" in said
+    assert process.returncode == 128 + signal.SIGINT
+    assert "saved; run the same command to resume" in said
     saved = RunDirectory(tmp_path / "runs/compare/mha/seed-1337").list_steps()
     assert 20 <= saved[0] < 3000
 
@@ -248,55 +200,11 @@ def test_the_picture_shows_the_figures_of_the_table():
 
 def test_without_matplotlib_a_comparison_keeps_its_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    compare.write_results([variant("a", 2.0)], tmp_path)
+    compare.write_results(compare.Comparison([variant("a", 2.0)]), tmp_path)
     assert "not drawn; pictures: matplotlib is not installed; run pip" in capsys.readouterr().err
-    page = (tmp_path / "compare.html").read_text()
-    assert "<td>a</td>" in page
-    assert "<img" not in page
-
-
-def test_a_finished_run_with_the_name_of_a_variant_is_measured_beside_it(tmp_path, monkeypatch):
-    old, other, new = Path("old/mha"), Path("old/b"), Path("new/mha")
-    monkeypatch.setattr(compare, "group_runs", lambda _: {"mha": [old], "b": [other]})
-    monkeypatch.setattr(compare, "train_all", lambda *_: {"mha": [new]})
-    monkeypatch.setattr(compare, "write_results", lambda *_: None)
-    monkeypatch.setattr(compare, "measure_variants", lambda *arguments: list(arguments))
-    cache = tmp_path / "cache"
-    found = compare.compare({"mha": tiny()}, [], 1, ["text"], tmp_path, cache, "test")
-    measured = {str(old): [old], "b": [other], "mha": [new]}
-    assert found == [measured, None, cache, "test"]
-    found = compare.compare({}, [old], 1, ["text"], tmp_path, cache)
-    assert found == [{"mha": [old], "b": [other]}, ["text"], cache, "validation"]
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1 on Windows")
-def test_a_request_to_save_is_passed_on_once(monkeypatch):
-    class Training:
-        returncode = 0
-
-        def __init__(self) -> None:
-            self.answers = [None, None, None, 0]
-            self.sent: list[int] = []
-
-        def poll(self) -> int | None:
-            return self.answers.pop(0)
-
-        def send_signal(self, number: int) -> None:
-            self.sent.append(number)
-
-    received = nullcontext(ReceivedSignals(save=True))
-    monkeypatch.setattr(compare.machine, "catch_signals", lambda: received)
-    training = Training()
-    assert compare._wait(training) == 0
-    assert training.sent == [signal.SIGUSR1]
-
-
-def test_each_configuration_needs_a_test_part(gptmini, text_file):
-    for name, share in (("a", 0.2), ("b", None)):
-        settings = {"data": {"path": ["text.txt"], "test": share}}
-        Path(f"{name}.yaml").write_text(json.dumps(settings))
-    code, _, err = gptmini("compare", "a.yaml", "b.yaml", "--split", "test")
-    assert (code, "no test part" in err) == (2, True)
+    page = (tmp_path / "compare.md").read_text()
+    assert "| a " in page
+    assert "compare.png" not in page
 
 
 def test_usage_is_checked(gptmini, text_file, tmp_path):
@@ -306,15 +214,13 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     assert (code, "read only once" in err) == (2, True)
     code, _, err = gptmini("compare", "attention/mha", "attention/mqa", "--attention", "mha")
     assert (code, "needs a single configuration" in err) == (2, True)
-    for option in ("--steps", "--seeds", "--minutes"):
+    for option in ("--steps", "--seeds", "--minutes", "--data"):
         code, _, err = gptmini("compare", "done", option, "9")
         assert (code, f"{option}: these runs are already trained" in err) == (2, True)
-    code, _, err = gptmini("compare", "done", "--data", "-")
-    assert (code, "read only once" in err) == (2, True)
     code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
-    assert (code, "no test part; add --set data.test=0.1" in err) == (2, True)
-    code, _, err = gptmini("compare", "done", "--data", "text.txt", "--split", "test")
-    assert (code, "leave out --data" in err) == (2, True)
+    assert (code, "data.test: there is no test part" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "text.txt")
+    assert (code, "text.txt: no finished run, as done is" in err) == (2, True)
     code, _, err = gptmini("compare", "--attention", "mha,window")
     assert (code, "'window'" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
@@ -328,3 +234,83 @@ def test_without_scipy_nothing_is_trained(gptmini, text_file, tmp_path, monkeypa
     assert "scipy is not installed" in err
     assert "[compare]" in err
     assert not (tmp_path / "compared").exists()
+
+
+class Gated(nn.Module):
+    """Attention with a gate on its output, which no configuration describes."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+        self.gate = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, *rest: object) -> Tensor:
+        return self.gate(x).sigmoid() * self.attention(x, *rest)
+
+
+def build_gated(config: package.ModelConfig) -> package.GPT:
+    model = package.GPT(config)
+    for block in model.blocks:
+        block.attn = Gated(block.attn)
+    return model
+
+
+def from_python(text_file: Path, variants: dict, out: str, seeds: int = 2, **sections):
+    config = tiny(data={"path": str(text_file)}, **sections)
+    return package.compare(
+        variants, config, seeds, text_file.parent / out, text_file.parent / "cache"
+    )
+
+
+def test_settings_and_builders_are_compared_from_python(text_file, tmp_path, gptmini, capfd):
+    variants = {"mha": {}, "gqa": {"model": {"attention": "gqa:2"}}, "gated": build_gated}
+    found = from_python(text_file, variants, "c")
+    mha, gqa, gated = found.variants
+    assert gated.parameters == mha.parameters + 2 * (32 * 32 + 32)
+    assert gqa.parameters < mha.parameters
+    assert str(found) + "\n" == gptmini("compare", *map(str, seeds_of(found)), "--out", "d")[1]
+    assert [each.counts for each in found.differences] == [(2,), (2,)]
+    assert "![The figures of the tables](compare.png)" in (tmp_path / "c/compare.md").read_text()
+    assert len(found.draw().axes) == 3
+    capfd.readouterr()
+    again = from_python(text_file, variants, "c")
+    assert capfd.readouterr().err.count("already finished") == 6
+    assert again.to_dict() == found.to_dict()
+    with pytest.raises(ConfigError, match="gated/seed-1337: belongs to a different comparison"):
+        from_python(text_file, variants | {"gated": {}}, "c")
+    (tmp_path / "c/gated/seed-1338/losses-validation.json").unlink()
+    code, _, err = gptmini("compare", *map(str, seeds_of(found)), "--out", "d")
+    assert (code, "with gptmini.evaluate(gptmini.load(" in err) == (4, True)
+    assert from_python(text_file, variants, "c").to_dict()["variants"][2]["runs"][0]
+
+
+def seeds_of(found: compare.Comparison) -> list[str]:
+    return [run.path for variant in found.variants for run in variant.runs]
+
+
+def test_variants_that_differ_only_by_name_differ_by_nothing(text_file):
+    found = from_python(text_file, {"a": {}, "b": {}, "c": package.GPT}, "c")
+    for each in found.differences:
+        assert (each.difference, each.p, each.verdict) == (0, 1, "unresolved")
+
+
+def test_variants_may_have_another_optimizer_or_base(text_file, tmp_path):
+    found = from_python(text_file, {"muon": {}, "adamw": {"train": {"optimizer": "adamw"}}}, "c")
+    base = found.variants[0].runs[0].path
+    variants = {"anew": {}, "tuned": {"base": {"run": base}}}
+    found = from_python(text_file, variants, "d", 1)
+    anew, tuned = (variant.runs[0] for variant in found.variants)
+    assert tuned.history[0][0] == 0
+    assert tuned.bits_per_byte < anew.bits_per_byte
+
+
+def test_a_variant_of_another_text_is_refused_after_its_first_run(text_file, tmp_path):
+    (tmp_path / "other.txt").write_text(text_file.read_text().upper())
+    variants = {"a": {}, "b": {"data": {"path": str(tmp_path / "other.txt")}}, "c": {}}
+    with pytest.raises(
+        DataError, match=r"b.seed-1337: has another held-out text than .*a.seed-1337"
+    ):
+        from_python(text_file, variants, "c")
+    assert not (tmp_path / "c/c").exists()
+    with pytest.raises(ConfigError, match=r"wide: model\.d_modle: no such setting; did you mean"):
+        from_python(text_file, {"wide": {"model": {"d_modle": 64}}}, "c")

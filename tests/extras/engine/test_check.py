@@ -23,7 +23,7 @@ from gptmini.model.attention import Attention, make_mask
 from gptmini.model.cache import KVCache, Masks
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
-from gptmini.train.evaluate_run import evaluate_run, load_text
+from gptmini.train.evaluate_run import evaluate_run, load_held_out
 from tests.extras.engine.samples import models, step_of
 from tests.storages import StorageCounter
 from tests.support import new_cache, tiny, train
@@ -405,10 +405,10 @@ def test_alibi_added_to_attention_reaches_every_command(
     plain = trained(tmp_path / "plain", text_file, cache)
     tokens = plain.encode("the cat sat on")
     plain_maps = attention_maps.compute_attention_weights(plain.model, tokens)
-    plain_loss = evaluate_run(plain, load_text(plain, None, cache)).loss
+    plain_loss = evaluate_run(plain, load_held_out(plain, cache)).loss
     monkeypatch.setattr(Attention, "mask", alibi)
 
-    other_loss = evaluate_run(plain, load_text(plain, None, cache)).loss
+    other_loss = evaluate_run(plain, load_held_out(plain, cache)).loss
     assert other_loss != plain_loss
     run = trained(tmp_path / "alibi", text_file, cache)
     learned = zip(run.model.parameters(), plain.model.parameters(), strict=True)

@@ -162,7 +162,6 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
         "score run --text It",
         "evaluate run --data text.txt",
         "inspect run --prompt It",
-        "compare run mqa --data text.txt",
         "tokenizer info run",
         "convert run --attention mqa --out other",
         "export run",
