@@ -40,7 +40,13 @@ from gptmini.config.settings import Config
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, DataError, MachineError, describe_os_error
 from gptmini.runs import tensors
-from gptmini.runs.tensors import Manifest, Tensors, check_file, list_files, read_checkpoint_json
+from gptmini.runs.tensors import (
+    Manifest,
+    Tensors,
+    check_file,
+    list_model_files,
+    read_checkpoint_json,
+)
 from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -183,41 +189,28 @@ class RunDirectory:
 
         MachineError if it cannot be written; existing checkpoints stay intact.
         """
-        needed = sum(tensor.nbytes for tensor in checkpoint.model.values())
-        needed += sum(tensor.nbytes for tensor in checkpoint.optimizer.values())
-        by_file = {
-            "model.safetensors": checkpoint.model,
-            "optimizer.safetensors": checkpoint.optimizer,
-        }
-        self._save(checkpoint.state, by_file.items(), needed, keep)
+        self.save_in_parts(checkpoint.state, [checkpoint.model], 1, checkpoint.optimizer, keep)
 
     def save_in_parts(
-        self, state: dict[str, Any], parts: Iterable[Tensors], count: int, needed: int
-    ) -> None:
-        """Write a checkpoint whose weights come in `count` parts, a file for each."""
-        names = (tensors.name_part("model", number + 1, count) for number in range(count))
-        optimizer: Tensors = {}
-        by_file = chain(zip(names, parts, strict=True), [("optimizer.safetensors", optimizer)])
-        self._save(state, by_file, needed)
-
-    def _save(
         self,
         state: dict[str, Any],
-        by_file: Iterable[tuple[str, Tensors]],
-        needed: int,
+        parts: Iterable[Tensors],
+        count: int,
+        optimizer: Tensors,
         keep: int = 2,
     ) -> None:
-        """Write a checkpoint, give it its name, and delete old ones.
+        """Save a checkpoint whose weights come in `count` parts, a file for each.
 
         The order is the promise: a folder has its name only once everything in it is synced, and an
         old checkpoint is deleted only once the new one has its name. A kill in between leaves a
         temporary folder, which the next save removes.
         """
         step = int(state["step"])
+        by_file = zip(tensors.name_model_files(count), parts, strict=True)
         try:
             folder = self._make_temporary_folder()
             manifest: Manifest = {}
-            for name, contents in by_file:
+            for name, contents in chain(by_file, [("optimizer.safetensors", optimizer)]):
                 manifest[name] = tensors.write_tensors(folder / name, contents)
             state_json = _dump({"format": CHECKPOINT_FORMAT_VERSION, **state})
             manifest["state.json"] = tensors.describe_file(state_json)
@@ -231,7 +224,7 @@ class RunDirectory:
         except OSError as error:
             for unfinished in self.checkpoints.glob(".tmp*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
-            raise MachineError(self._describe_failed_save(step, needed, error)) from None
+            raise MachineError(self._describe_failed_save(step, error)) from None
 
     def _make_temporary_folder(self) -> Path:
         """Make an empty folder for the files of a checkpoint."""
@@ -243,8 +236,8 @@ class RunDirectory:
         folder.mkdir()  # without parents: if the run has been moved away, fail
         return folder
 
-    def _describe_failed_save(self, step: int, needed: int, error: OSError) -> str:
-        """Return the message for a checkpoint that cannot be written: space needed, and free."""
+    def _describe_failed_save(self, step: int, error: OSError) -> str:
+        """Return the message for a checkpoint that cannot be written."""
         free = shutil.disk_usage(self.path).free if self.path.exists() else 0
         remedy = "make room, or choose another directory with --out"
         if not self.checkpoints.exists():
@@ -252,8 +245,8 @@ class RunDirectory:
         elif self.list_steps():
             remedy = "run the same command again to resume from the last checkpoint"
         return (
-            f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "
-            f"{needed:,} bytes needed, {free:,} free; {remedy}"
+            f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}), "
+            f"{free:,} bytes free; {remedy}"
         )
 
     def write_best(self, best: dict[str, Any] | None) -> None:
@@ -385,9 +378,8 @@ class RunDirectory:
         folder = self._get_folder(step)
         try:
             manifest = read_checkpoint_json(folder / "manifest.json")
-            names = list_files("model", folder, manifest)
-            names += list_files("optimizer", folder, manifest)
-            for name in ["state.json", *names]:
+            weights = list_model_files(folder, manifest)
+            for name in ["state.json", *weights, "optimizer.safetensors"]:
                 check_file(folder / name, manifest)
             return True
         except CheckpointError:
@@ -397,24 +389,23 @@ class RunDirectory:
         """Load the checkpoint of a step; CheckpointError if damaged."""
         folder = self._get_folder(step)
         state, manifest = self._read_state(step)
-        model = tensors.read_tensors(folder, "model", manifest)
+        model = tensors.read_tensors(folder, list_model_files(folder, manifest), manifest)
         if spoiled := tensors.find_infinite(model):
             raise CheckpointError(
                 f"{folder}: {spoiled} has numbers that are not finite; train the run again"
             )
         optimizer: Tensors = {}
         if with_optimizer:
-            optimizer = tensors.read_tensors(folder, "optimizer", manifest)
-        digest = tensors.compute_digest("model", folder, manifest)
-        return Checkpoint(state, model, optimizer, digest)
+            optimizer = tensors.read_tensors(folder, ["optimizer.safetensors"], manifest)
+        return Checkpoint(state, model, optimizer, tensors.compute_model_digest(folder, manifest))
 
     def _find_checkpoint(self, step: int) -> Checkpoint:
         """Find the checkpoint of a step, without its tensors; CheckpointError if damaged."""
         folder = self._get_folder(step)
         state, manifest = self._read_state(step)
-        for name in list_files("model", folder, manifest):
+        for name in list_model_files(folder, manifest):
             tensors.check_size(folder / name, manifest)
-        return Checkpoint(state, {}, {}, tensors.compute_digest("model", folder, manifest))
+        return Checkpoint(state, {}, {}, tensors.compute_model_digest(folder, manifest))
 
     def _read_state(self, step: int) -> tuple[dict[str, Any], Manifest]:
         """Read what a checkpoint says of itself: the state, and the sizes and hashes of files."""

@@ -24,7 +24,6 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 Manifest = dict[str, Any]
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.int64}  # of what is written here
 OS_ERROR = re.compile(r"os error ([0-9]+)")
-SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
 def describe_file(data: bytes) -> dict[str, Any]:
@@ -60,73 +59,43 @@ def _prepare_to_save(tensors: Tensors) -> Tensors:
     return prepared
 
 
-def name_part(kind: str, number: int, count: int) -> str:
-    """Return the name of one of the `count` files, from 1, that tensors are written in."""
-    return f"{kind}-{number:05d}-of-{count:05d}.safetensors"
+def name_model_files(count: int) -> list[str]:
+    """Return the names of the `count` files that weights are written in."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def list_files(kind: str, folder: Path, manifest: Manifest) -> list[str]:
-    """Return the files of the model or the optimizer; CheckpointError if the manifest lacks any."""
-    whole = f"{kind}.safetensors"
-    if whole in manifest:
-        return [whole]
-    matches = [match for match in map(SHARD_NAME.fullmatch, manifest) if match and match[1] == kind]
-    count = int(matches[0][3]) if matches else 1
-    found = sorted(match[0] for match in matches)
-    expected = [name_part(kind, n, count) for n in range(1, count + 1)]
-    if found != expected:
-        raise CheckpointError(f"{folder}: damaged (manifest.json does not name all of the {kind})")
+def list_model_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the files of the weights; CheckpointError if the manifest lacks any."""
+    found = sorted(name for name in manifest if name.startswith("model"))
+    if not found or found != name_model_files(len(found)):
+        raise CheckpointError(f"{folder}: damaged (manifest.json does not name all of the model)")
     return found
 
 
-def compute_digest(kind: str, folder: Path, manifest: Manifest) -> str:
-    """Return the SHA-256 of the file; of several, that of their SHA-256s.
+def compute_model_digest(folder: Path, manifest: Manifest) -> str:
+    """Return the SHA-256 of the file of weights; of several, that of their SHA-256s.
 
     CheckpointError if the manifest lacks any.
     """
     try:
-        hashes = [str(manifest[name]["sha256"]) for name in list_files(kind, folder, manifest)]
+        hashes = [str(manifest[name]["sha256"]) for name in list_model_files(folder, manifest)]
     except KeyError:
         raise CheckpointError(
-            f"{folder}: damaged (manifest.json lacks a checksum of the {kind})"
+            f"{folder}: damaged (manifest.json lacks a checksum of the model)"
         ) from None
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def read_tensors(folder: Path, kind: str, manifest: Manifest) -> Tensors:
-    """Read the tensors of the model or the optimizer; CheckpointError if a file is damaged.
-
-    The files of a sharded model of earlier versions have some rows of every tensor each, which the
-    manifest places.
-    """
-    parts: dict[str, list[tuple[int, Tensor]]] = {}  # of each tensor: first row, rows
-    for name in list_files(kind, folder, manifest):
-        loaded = _load_tensors(folder / name, manifest)
-        try:
-            layout = manifest[name].get("tensors", {})
-            for key, tensor in loaded.items():
-                start = int(layout[key]["start"]) if key in layout else 0
-                parts.setdefault(key, []).append((start, tensor))
-        # The manifest itself has no checksum, so its layout may be anything.
-        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise CheckpointError(f"{folder / name}: damaged ({error!r} in its layout)") from None
-    return {key: _join_rows(f"{folder}: {key}", found) for key, found in parts.items()}
-
-
-def _join_rows(where: str, parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the tensor whose rows lie in several files; scalars are in each of them."""
-    if len(parts) == 1 or not parts[0][1].shape:
-        return parts[0][1]
-    rows: list[Tensor] = []
-    next_row = 0
-    for start, tensor in sorted(parts, key=lambda part: part[0]):
-        if start != next_row and len(tensor):
-            raise CheckpointError(f"{where}: damaged (row {next_row} is missing)")
-        next_row += len(tensor)
-        rows.append(tensor)
-    return torch.cat(rows)
+def read_tensors(folder: Path, names: list[str], manifest: Manifest) -> Tensors:
+    """Read the tensors in some files of a checkpoint; CheckpointError if one is damaged."""
+    tensors: Tensors = {}
+    for name in names:
+        tensors |= _load_tensors(folder / name, manifest)
+    return tensors
 
 
 def _load_tensors(path: Path, manifest: Manifest) -> Tensors:

@@ -6,7 +6,7 @@ from itertools import islice
 from gptmini.config.settings import Config
 from gptmini.console import iter_with_progress
 from gptmini.model.gpt import create_meta_tensors
-from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.runs.tensors import NamedTensors, Tensors
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -16,25 +16,27 @@ PART_BYTES = 50_000_000
 
 
 def write_run(
-    run: RunDirectory, config: Config, weights: NamedTensors, tokenizer: Tokenizer, source: str = ""
+    run: RunDirectory,
+    config: Config,
+    weights: NamedTensors,
+    tokenizer: Tokenizer,
+    source: str = "",
+    corpus: str = "",
 ) -> None:
     """Write a run, at step 0, with weights that were trained elsewhere; `source` says where.
 
-    The weights may be read while they are written: of a large model, no more is in memory than a
-    file of PART_BYTES holds. A kill may leave half of a run, so callers write to a directory that
-    gets its name at the end.
+    `corpus` is the digest of the text that `config` goes on to train it on, if there is one. The
+    weights may be read while they are written: of a large model, no more is in memory than a file
+    of PART_BYTES holds. A kill may leave half of a run, so callers write to a directory that gets
+    its name at the end.
     """
-    progress = Progress("", tokenizer.fingerprint, source=source)
-    run.create(config, tokenizer)
+    progress = Progress(corpus, tokenizer.fingerprint, source=source)
+    run.create(config, tokenizer, config if corpus else None)
     parts = _split_into_parts(create_meta_tensors(config.model))
-    needed = sum(sum(sizes.values()) for sizes in parts)
-    run.check_space(needed)
+    run.check_space(sum(sum(sizes.values()) for sizes in parts))
     remaining = iter(iter_with_progress(weights, "converting", sum(map(len, parts))))
-    if len(parts) == 1:
-        run.save(Checkpoint(asdict(progress), dict(remaining), {}))
-        return
     loaded = (dict(islice(remaining, len(names))) for names in parts)
-    run.save_in_parts(asdict(progress), loaded, len(parts), needed)
+    run.save_in_parts(asdict(progress), loaded, len(parts), {})
 
 
 def _split_into_parts(metas: Tensors) -> list[dict[str, int]]:

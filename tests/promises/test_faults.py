@@ -205,7 +205,7 @@ def test_every_error_of_the_disk_keeps_the_checkpoint_before(tmp_path: Path):
                     tried += 1
                     text = error.lines[0]
                     assert f"could not save step {step} ({os.strerror(number).lower()})" in text
-                    assert " bytes needed, " in text
+                    assert " bytes free; " in text
             newest = run.load_newest()
             assert newest is not None
             assert newest.model["a"].tolist() == [newest.step] * 5
