@@ -30,7 +30,7 @@ def convert(
     changes = parse_attention(attention, "--attention")
     trained = load_run(path, weights="float32", cache=cache)
     with show_elapsed("converting"):
-        config = convert.convert_run(trained, changes, steps, out, cache)
+        config = convert.convert_run(trained, changes, steps, out)
     old = trained.config.model
     new = config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"

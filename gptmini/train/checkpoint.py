@@ -30,19 +30,23 @@ def create_or_resume(training: Training, existing: Config | None) -> None:
 
     ConfigError if another process has made the run, or removed it, since it was planned.
     """
-    run_exists = training.group.on_rank_zero(lambda: training.run.exists)
+    run = training.run
+    group = training.group
+    run_exists = group.on_rank_zero(lambda: run.exists)
     if run_exists != (existing is not None):
         raise ConfigError(
-            f"{training.run.path}: made or removed by another process meanwhile; run the same "
-            f"command again"
+            f"{run.path}: made or removed by another process meanwhile; run the same command again"
         )
     if existing is not None:
         _resume(training, existing)
     elif training.config.base.run is not None:
         _load_base_weights(training, RunDirectory(Path(training.config.base.run)))
-        create_run_with_weights(training)
-    else:
-        create_run(training)
+        group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
+        save_checkpoint(training)
+    if existing is None:
+        tokenizer = training.corpus.tokenizer
+        request = training.plan.request.stated
+        group.on_rank_zero(lambda: run.create(training.config, tokenizer, request))
 
 
 def _resume(training: Training, existing: Config) -> None:
@@ -89,22 +93,6 @@ def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> No
     expected = training.model.state_dict()
     group.on_rank_zero(lambda: check_shapes(checkpoint.model, expected, where))
     training.model.load_state_dict(group.scatter(checkpoint.model))
-
-
-def create_run(training: Training) -> None:
-    """Write a new run whose weights follow from its seed, without a checkpoint."""
-    run = training.run
-    tokenizer = training.corpus.tokenizer
-    request = training.plan.request.stated
-    training.group.on_rank_zero(lambda: run.create(training.config, tokenizer, request))
-
-
-def create_run_with_weights(training: Training) -> None:
-    """Write a new run that begins from other weights: a checkpoint, then the run."""
-    run = training.run
-    training.group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
-    save_checkpoint(training)
-    create_run(training)
 
 
 def save_checkpoint(training: Training) -> None:
@@ -190,5 +178,5 @@ def _note_environment(training: Training, existing: Config, saved: Progress) -> 
         for name in (*BITS_DEPEND_ON, *GROUPING)
         if before[name] != after[name]
     ]
-    if changes:
+    if changes and saved.step > 0:
         warn(f"{training.run.path}: {'; '.join(changes)}; results will no longer be bit-identical")

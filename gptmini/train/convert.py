@@ -13,14 +13,11 @@ from torch import Tensor
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import ConfigError
 from gptmini.files import atomic_output
 from gptmini.generate.run import Run
-from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.write import write_run
-from gptmini.train.build import build_training
-from gptmini.train.checkpoint import create_run_with_weights
 
 STEPS_SHARE = 0.1  # of the original steps
 # Of the original learning rates. Tried on one model of 3M parameters (600 steps, four KV heads to
@@ -29,44 +26,20 @@ STEPS_SHARE = 0.1  # of the original steps
 LR_SCALE = 0.5
 
 
-def convert_run(
-    run: Run, attention: dict[str, Any], steps: int | None, out: Path, cache: Path
-) -> Config:
+def convert_run(run: Run, attention: dict[str, Any], steps: int | None, out: Path) -> Config:
     """Create a run at step 0 with the weights of another and different attention settings.
 
     It is configured to train at half the learning rates, by default for a tenth of the steps. An
     imported run keeps its rates: it is trained by `train --from`, which halves them.
-    ConfigError if the heads do not pool that way or `out` is taken, DataError if the text changed.
+    ConfigError if the heads do not pool that way or `out` is taken.
     """
-    directory = RunDirectory(out)
-    _check_no_run(directory)
-    config = _build_uptraining_config(run, attention, steps)
+    config = _build_uptraining_config(run, attention, steps, out)
     _check_heads(run, config)
     weights = pool_kv_heads(run.model.state_dict(), config.model)
-    if not run.corpus:  # imported, so it has no text to train on
-        with atomic_output(out) as partial:
-            source = run.state.get("source", "")
-            write_run(RunDirectory(partial), config, weights.items(), run.tokenizer, source)
-        return config
-    training = build_training(make_plan(config, None, cache, dry_run=True), directory)
-    corpus = training.corpus
-    same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
-    if corpus.content != run.corpus or not same_tokenizer:
-        raise DataError(
-            f"{corpus.name}: not the text and tokenizer that {run.path} was trained with; restore "
-            f"them"
-        )
-    training.model.load_state_dict(weights)
-    with directory.lock():
-        _check_no_run(directory)  # another process may have made one meanwhile
-        create_run_with_weights(training)
-    return training.config
-
-
-def _check_no_run(directory: RunDirectory) -> None:
-    """Raise ConfigError if there is a run already."""
-    if directory.exists:
-        raise ConfigError(f"--out {directory.path}: already holds a run; choose another directory")
+    with atomic_output(out) as partial:
+        source = run.state.get("source", "")
+        write_run(RunDirectory(partial), config, weights.items(), run.tokenizer, source, run.corpus)
+    return config
 
 
 def _check_heads(run: Run, config: Config) -> None:
@@ -91,14 +64,16 @@ def _check_heads(run: Run, config: Config) -> None:
         )
 
 
-def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
+def _build_uptraining_config(
+    run: Run, attention: dict[str, Any], steps: int | None, out: Path
+) -> Config:
     """Return the configuration of the shorter training that follows the pooling."""
     train = run.config.train
     lr_scale = LR_SCALE if run.corpus else 1.0
     steps = steps or max(1, round(STEPS_SHARE * train.steps))
     tree = run.config.model_dump()
     if tree.pop("base")["run"] is not None:  # its tokenizer cannot be learned from its text
-        tree["tokenizer"] = {"kind": str(run.path / "tokenizer.json")}
+        tree["tokenizer"] = {"kind": str(out / "tokenizer.json")}
     tree["model"]["attention"] |= attention
     tree["train"] |= {
         "lr": lr_scale * train.lr,
