@@ -51,7 +51,7 @@ class Group:
     # -- facts -------------------------------------------------------------------------------------
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and return its JSON result everywhere; if it fails, all do."""
+        """Run `work` on rank 0 alone and return its result everywhere; if it fails, all do."""
         return work()
 
     def enter_on_rank_zero(

@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -77,29 +78,23 @@ class ParallelGroup(Ranks):
     def read(self, load: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         found: Checkpoint | None = None
 
-        def load_and_tell() -> list[Any] | None:
+        def load_and_tell() -> Checkpoint | None:
             nonlocal found
             found = load()
-            return None if found is None else [found.state, found.sha256]
+            return found and replace(found, model={}, optimizer={})
 
         told = self.on_rank_zero(load_and_tell)
-        if found is not None or told is None:
-            return found
-        state, sha256 = told
-        return Checkpoint(state, {}, {}, sha256)
+        return found or told
 
     def scatter(self, tensors: Tensors) -> Tensors:
         """Send whole tensors, one at a time, of which the ranks keep all or their rows."""
-        facts = {
-            name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-            for name, tensor in tensors.items()
-        }
+        facts = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         received: Tensors = {}
         for name, (shape, dtype) in self.broadcast_object(facts).items():
             if self.rank == 0:
                 tensor = tensors[name].to(self.device)
             else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
             if self.shards is not None and shape:
                 received[name] = self.shards.keep_rows(tensor)
             else:

@@ -4,24 +4,24 @@ The tokenizer travels along: a machine without the cache of rank 0 would have to
 """
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gptmini import files, machine
-from gptmini.config.load import iter_settings, validate
+from gptmini.config.load import iter_settings
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import ConfigError
 from gptmini.extras.parallel.ranks import Ranks
 from gptmini.machine import Compute
-from gptmini.plan.plan import Plan, Request
-from gptmini.plan.recipe import measure_corpus
+from gptmini.plan.plan import Plan
 from gptmini.plan.settle import make_plan
 from gptmini.plan.timing import Machine
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.load import parse_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 SAME_START_REMEDY = "start all ranks with the same command, code and files"
 
@@ -42,36 +42,23 @@ def plan_on_all_ranks(
     settings = dict(iter_settings(requested.model_dump()))
     group.check_same(_describe_environment(compute) | settings, SAME_START_REMEDY)
 
-    def plan_as_json() -> dict[str, Any]:
+    def plan_alone() -> tuple[Plan, Tokenizer]:
         plan = make_plan(requested, run, cache, started, world_size=group.world_size)
-        existing = plan.request.existing
-        return {
-            "config": plan.config.model_dump(),
-            "existing": None if existing is None else existing.model_dump(),
-            "tokenizer": plan.corpus.tokenizer.to_json(),
-        }
+        own: Any = None  # of each rank
+        return replace(plan, corpus=own, machine=own), plan.corpus.tokenizer
 
-    planned = group.on_rank_zero(plan_as_json)
-    config = validate(planned["config"], {})
-    existing = None if planned["existing"] is None else validate(planned["existing"], {})
-    tokenizer = parse_tokenizer(planned["tokenizer"])
+    plan, tokenizer = group.on_rank_zero(plan_alone)
     corpus = group.on_local_rank_zero_first(
-        lambda: prepare_corpus(config, cache, tokenizer=tokenizer)
+        lambda: prepare_corpus(plan.config, cache, tokenizer=tokenizer)
     )
     group.check_same({"the text": corpus.content[:12]}, SAME_START_REMEDY)
     machine.keep_freed_memory()
-    train = config.train
+    train = plan.config.train
     compute = group.on_all_ranks(
         lambda: machine.pick_compute(train.device, train.dtype, train.deterministic)
     )
     group.check_same({"deterministic": compute.deterministic}, SAME_START_REMEDY)
-    return Plan(
-        request=Request(requested, config, run.path, existing, tokenizer),
-        config=config,
-        corpus=corpus,
-        text_size=measure_corpus(config, corpus),
-        machine=Machine(compute, group.world_size, started),
-    )
+    return replace(plan, corpus=corpus, machine=Machine(compute, group.world_size, started))
 
 
 def _describe_environment(compute: Compute) -> dict[str, Any]:

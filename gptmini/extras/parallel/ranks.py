@@ -1,6 +1,6 @@
 """Connects the processes of one training run, which torchrun starts: rank 0 decides, all compute.
 
-All that they exchange travels through collectives: tensors, and small facts as JSON.
+All that they exchange travels through collectives: tensors, and small facts, which are pickled.
 
 Every rank must call these methods in the same order. A rank that fails alone would break the
 connections of the others, so whatever may fail on one rank runs in `on_rank_zero` or
@@ -8,7 +8,6 @@ connections of the others, so whatever may fail on one rank runs in `on_rank_zer
 others end when their connection breaks or a collective has waited too long.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -91,19 +90,13 @@ class Ranks(Group):
     # -- facts -------------------------------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the JSON value of every rank, by rank."""
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.all_gather(torch.tensor([len(encoded)]), self._facts_group)[:, 0].tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(encoded)] = encoded
-        gathered = self.all_gather(padded, self._facts_group)  # (W, N) of the longest
-        return [
-            json.loads(row[:length].numpy().tobytes())
-            for row, length in zip(gathered, lengths, strict=True)
-        ]
+        """Return the value of every rank, by rank."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, self._facts_group)
+        return gathered
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank; what the others pass is ignored."""
+        """Return rank 0's value on every rank; what the others pass is ignored."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
@@ -111,8 +104,7 @@ class Ranks(Group):
         failure: Exception | None = None
         if self.rank == 0:
             result, failure = _attempt(work)
-        results = self._gather_or_fail(result, failure)
-        return results[0]
+        return self._gather_or_fail(result, failure)[0]
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's own result; if one fails, all do."""
@@ -131,7 +123,7 @@ class Ranks(Group):
         return result
 
     def _gather_or_fail(self, result: Any, failure: Exception | None) -> list[Any]:
-        """Return the JSON results of all ranks; raise if one has failed.
+        """Return the results of all ranks; raise if one has failed.
 
         The rank that failed raises its own error and prints it. The others end silently with its
         exit code, so that the user reads each failure once.
@@ -166,10 +158,10 @@ class Ranks(Group):
 
     # -- tensors -----------------------------------------------------------------------------------
 
-    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack the tensors of all ranks, equal in shape: (...) -> (W, ...)."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor.contiguous(), group)
+        dist.all_gather(gathered, tensor.contiguous())
         return torch.stack(gathered)  # (W, ...)
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -183,11 +175,7 @@ class Ranks(Group):
     @contextmanager
     def enter_on_rank_zero(self, context: AbstractContextManager[Any]) -> Iterator[None]:
         with ExitStack() as stack:
-
-            def enter() -> None:  # without the context's own value, which may not be JSON
-                stack.enter_context(context)
-
-            self.on_rank_zero(enter)
+            self.on_rank_zero(lambda: stack.enter_context(context))
             yield
 
 

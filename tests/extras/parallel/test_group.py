@@ -1,4 +1,4 @@
-"""Ranks that agree on facts: threads of this process, which exchange tensors through a table."""
+"""Ranks that agree on facts: threads of this process, which exchange them through a table."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gptmini.errors import DataError, MachineError, RankError, Stopped
 from gptmini.extras.parallel.gradients import ExactSums, FastGradients
@@ -24,19 +23,19 @@ CUDA = torch.device("cuda")
 
 
 class ThreadGroup(ParallelGroup):
-    """Stands for a process; `table` has the tensors of all, by rank."""
+    """Stands for a process; `table` has the values of all, by rank."""
 
     def __init__(
-        self, rank: int, local_rank: int, table: list[Tensor], all_ranks: threading.Barrier
+        self, rank: int, local_rank: int, table: list[Any], all_ranks: threading.Barrier
     ) -> None:
         super().__init__(rank, len(table), local_rank)
         self.table = table
         self.all_ranks = all_ranks
 
-    def all_gather(self, tensor: Tensor, group: object = None) -> Tensor:
-        self.table[self.rank] = tensor
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.table[self.rank] = value
         self.all_ranks.wait()
-        gathered = torch.stack(self.table)
+        gathered = list(self.table)
         self.all_ranks.wait()  # before anybody lays out the next one
         return gathered
 
@@ -45,7 +44,7 @@ def run_on_ranks(
     world_size: int, work: Callable[[ParallelGroup], Any], ranks_per_machine: int = 1
 ) -> list[Any]:
     """Run `work` on every rank; returns what each returned or raised."""
-    table = [torch.empty(0)] * world_size
+    table: list[Any] = [None] * world_size
     all_ranks = threading.Barrier(world_size, timeout=60)
     groups = [
         ThreadGroup(rank, rank % ranks_per_machine, table, all_ranks) for rank in range(world_size)
