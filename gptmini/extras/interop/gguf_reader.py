@@ -39,15 +39,6 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope.scaling.factor": (1.0, 0.0),
     "rope.scale_linear": (1.0, 0.0),
 }
-# Some architectures have lists here, with a number for each layer.
-NUMERIC_KEYS = (
-    *METADATA_KEYS.values(),
-    "attention.head_count_kv",
-    "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
-    "rope.dimension_count",
-)
 # What a model of llama.cpp leaves out of its metadata if it has this value.
 DEFAULT_ROPE_THETA = 10_000.0
 # Llama 3.1 and 3.2 come with their frequencies already scaled, by one of these.
@@ -153,10 +144,6 @@ def _find_architecture(metadata: dict[str, Any], path: Path) -> str:
         value = metadata.get(f"{name}.{key}", supported[0])
         if value not in supported:
             raise make_unsupported_error(path, f"{name}.{key}", value)
-    for key in NUMERIC_KEYS:
-        value = metadata.get(f"{name}.{key}", 0)
-        if type(value) not in (int, float):
-            raise make_unsupported_error(path, f"{name}.{key}", repr(value))
     return name
 
 

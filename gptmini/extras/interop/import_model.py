@@ -72,20 +72,14 @@ def write_imported_run(
             path = source
             source = source.resolve()  # the run may be moved, and remembers where it came from
         with show_elapsed("reading and converting"):
-            return _write_run(str(source), path, partial, context_length)
-
-
-def _write_run(
-    source: str, path: Path, out: Path, context_length: int | None
-) -> tuple[ModelConfig, Tokenizer]:
-    config, weights, tokenizer = _read_model(path, context_length)
-    seq_len = min(FINETUNE_ROW_LENGTH, config.context_length)
-    settings = Config(
-        model=config,
-        tokenizer=TokenizerConfig(kind=tokenizer.kind),
-        train=TrainConfig(**FINETUNE_SETTINGS, seq_len=seq_len),
-    )
-    write_run(RunDirectory(out), settings, weights, tokenizer, source)
+            config, weights, tokenizer = _read_model(path, context_length)
+            seq_len = min(FINETUNE_ROW_LENGTH, config.context_length)
+            settings = Config(
+                model=config,
+                tokenizer=TokenizerConfig(kind=tokenizer.kind),
+                train=TrainConfig(**FINETUNE_SETTINGS, seq_len=seq_len),
+            )
+            write_run(RunDirectory(partial), settings, weights, tokenizer, str(source))
     return config, tokenizer
 
 

@@ -136,39 +136,6 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-GENERATION_CONFIGS: dict[str, dict[str, Any]] = {
-    "default": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0},
-    "all tokens": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    "everything": {
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 9,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "repetition_penalty": 1.3,
-    },
-    "bans": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0},
-    "biases": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0},
-    "greedy": {"do_sample": False, "repetition_penalty": 1.1},
-}
-
-
-@pytest.mark.parametrize("case", SAMPLINGS)
-def test_an_export_states_how_the_run_samples(case, tmp_path):
-    """As its file says, without transformers."""
-    run = run_of(tmp_path / "run", sample=SAMPLINGS[case] | {"max_new_tokens": 77})
-    export_run(run, tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    tokens = {"bos_token_id": 299, "eos_token_id": 299, "pad_token_id": 299}
-    expected = tokens | {"max_new_tokens": 77, "repetition_penalty": 1.0}
-    expected |= GENERATION_CONFIGS[case]
-    if case in ("everything", "bans"):
-        expected["suppress_tokens"] = list(b" o")
-    if case in ("everything", "biases"):
-        expected["sequence_bias"] = [[[97], -2.5], [[101], 1.5]]
-    assert found == expected  # without empty lists, which transformers refuses
-
-
 def test_sampling_that_transformers_does_not_have_is_said(tmp_path, capfd):
     sample = {"presence_penalty": 0.5, "stop": ["\n"]}
     export_run(run_of(tmp_path / "run", sample=sample), tmp_path / "out")

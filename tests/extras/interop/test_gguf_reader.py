@@ -258,7 +258,11 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "yarn": ("llama", {"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: yarn is not supp"),
     "both directions": ("llama", {"llama.attention.causal": False}, "attention.causal: 0 is not"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
-    "a text": ("llama", {"llama.attention.sliding_window": "9; 9"}, "window: '9; 9' is not supp"),
+    "a text": (
+        "llama",
+        {"llama.attention.sliding_window": "9; 9"},
+        "window: expected a whole number",
+    ),
     "unigrams": ("llama", {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not"),
     "no heads": ("llama", {"llama.attention.head_count": REMOVED}, "head_count' is missing"),
     "too many heads": ("llama", {"llama.attention.head_count": 5}, "5 heads .* 2 KV heads; choose"),

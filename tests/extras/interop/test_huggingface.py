@@ -130,9 +130,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     assert evaluate_run(imported, spans).loss > 1
     with pytest.raises(DataError, match="has no record of a text; give one with --data"):
         load_held_out(imported, cache)
-    convert.convert_run(
-        imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa", cache
-    )
+    convert.convert_run(imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa")
     converted = load_run(tmp_path / "mqa", "cpu", "float32", cache)
     assert converted.config.model.n_kv_head == 1
     assert converted.config.train.lr == imported.config.train.lr  # `train --from` halves it
@@ -483,10 +481,6 @@ def cut(name: str, size: int) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
-def rope(**parameters: Any) -> Callable[[Path], None]:
-    return config(rope_parameters=parameters)
-
-
 NAME = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -509,27 +503,16 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a size missing": (config(hidden_size="DELETE"), "hidden_size: missing; restore"),
     "a size of another type": (
         config(num_hidden_layers="4"),
-        "num_hidden_layers: expected a whole",
+        "num_hidden_layers: model.n_layer: expected a whole number, not '4'; choose",
     ),
-    "scaling as a list": (
-        config(rope_parameters=[1]),
-        "rope_parameters: expected a mapping, not [1",
-    ),
-    "scaling of a list": (
-        rope(rope_type=["llama3"]),
-        "rope_parameters.rope_type: expected a name, not ['llama3']; restore",
-    ),
-    "scaling by a text": (
-        rope(**SCALING | {"factor": "8"}),
-        "rope_parameters.factor: expected a number, not '8'; restore",
-    ),
+    "scaling as a list": (config(rope_parameters=[1]), "damaged ('list' object has no"),
     "scaling by nothing": (
-        rope(**SCALING | {"factor": None}),
+        config(rope_parameters=SCALING | {"factor": None}),
         "rope_scaling.factor: missing; restore",
     ),
     "a size with a semicolon": (
         config(intermediate_size="4; 8"),
-        "intermediate_size: expected a whole number, not '4; 8'; restore",
+        "intermediate_size: model.d_ff: expected a whole number, not '4; choose",
     ),
     "more layers than there are": (
         config(num_hidden_layers=1000),
@@ -592,14 +575,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another shape": (tensors(lambda t: t.update({NAME: t[NAME][:5].clone()})), "(5, 32), but"),
     "another type": (tensors(lambda t: t.update({NAME: t[NAME].int()})), f"{NAME}: int32; use"),
     "not finite": (tensors(lambda t: t[NAME][3].fill_(torch.nan)), f"{NAME}: has values that are"),
-    "norms that overflow": (
-        tensors(lambda t: t["model.norm.weight"].fill_(3e38)),
-        "tensor model.norm.weight: has values up to 3e+38, which overflow in products; download",
-    ),
-    "norms that overflow below 0": (
-        tensors(lambda t: t["model.norm.weight"].fill_(-3e38)),
-        "tensor model.norm.weight: has values up to 3e+38, which overflow in products; download",
-    ),
     "a tensor of a long name": (
         tensors(lambda t: t.update({"x" * 1_000_000: torch.ones(2)})),
         "a llama has none",
@@ -671,13 +646,6 @@ def test_any_junk_in_the_files_ends_in_a_run_or_in_a_refusal(right, tmp_path_fac
         assert [each.name for each in folder.parent.iterdir()] == ["bad"]
 
 
-def test_windows_in_layers_that_we_do_not_have_are_refused(tmp_path):
-    types = ["full_attention", "sliding_attention"] * 2
-    written("Qwen3 with windows", tmp_path / "there", layer_types=types)
-    with pytest.raises(CheckpointError, match=r"layer_types: .* is not supported"):
-        import_model(tmp_path / "there", tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("model_type", "keys", "expected"),
     [
@@ -739,6 +707,24 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_repeated(right, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+OPTIONAL_KEYS = (
+    "attention_bias",
+    "layer_norm_epsilon",
+    "layer_types",
+    "max_window_layers",
+    "mlp_bias",
+    "n_inner",
+    "norm_epsilon",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "tie_word_embeddings",
+    "use_bias",
+    "use_sliding_window",
+)
+
+
 @pytest.mark.parametrize("model_type", architectures.ARCHITECTURES)
 def test_null_in_config_json_is_as_good_as_a_missing_key(model_type):
     gpt2 = {"vocab_size": 310, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
@@ -751,9 +737,6 @@ def test_null_in_config_json_is_as_good_as_a_missing_key(model_type):
         except CheckpointError as error:
             return str(error)
 
-    for _, _, keys in architectures.HF_TYPES:
-        for key in keys:
-            # Without a window, null says that there is none; the head size of Qwen3 is 128.
-            if key not in ("sliding_window", "head_dim"):
-                missing = {name: value for name, value in content.items() if name != key}
-                assert read(content | {key: None}) == read(missing), key
+    for key in {*content, *OPTIONAL_KEYS} - {"head_dim"}:  # without it, that of Qwen3 is 128
+        missing = {name: value for name, value in content.items() if name != key}
+        assert read(content | {key: None}) == read(missing), key
