@@ -7,7 +7,7 @@ which are in `gptmini/extras/engine/`.
 A pass is padded to one of few numbers of rows and keys. The last bits of a row's logits depend on
 these numbers, so they may depend on what else is in the pass.
 
-Letters: R rows, B rows of a pass, T tokens, N positions that need logits, D width, V vocabulary.
+Letters: B rows of a pass, T tokens, N positions that need logits, D width, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +48,11 @@ class Engine(ABC):
     """Computes next-token logits of up to `n_slots` texts, of any lengths."""
 
     name: str
-    n_slots: int
+
+    def __init__(self, n_slots: int) -> None:
+        self.n_slots = n_slots
+        self._slots: list[Sequence | None] = []  # the text in each row of the cache
+        self._assigned_at: list[int] = []
 
     @abstractmethod
     def __call__(self, texts: list[Sequence]) -> list[Tensor]:
@@ -68,6 +72,32 @@ class Engine(ABC):
     def draw(self, logits: list[Tensor], texts: list[Sequence]) -> dict[Sequence, int]:
         """Draw the next token of each text from its logits (V,), as `filters.draw_tokens` does."""
         return draw_tokens(copy_to_host(logits), texts)
+
+    def _add_slots(self, count: int) -> None:
+        """Add empty slots."""
+        self._slots += [None] * count
+        self._assigned_at += [0] * count
+
+    def _assign_slot(self, text: Sequence, texts: list[Sequence]) -> int:
+        """Return the slot of a text; a new text takes one that no text of this call has.
+
+        Empty slots go first, then those of ended texts, then the one assigned longest ago. A text
+        that has lost its slot finds itself in none, and starts again.
+        """
+        if text in self._slots:
+            return self._slots.index(text)
+
+        def rank(slot: int) -> tuple[bool, bool, int]:
+            other = self._slots[slot]
+            is_live = other is not None and other.finish_reason is None
+            return other is not None, is_live, self._assigned_at[slot]
+
+        others = [slot for slot, other in enumerate(self._slots) if other not in texts]
+        slot = min(others, key=rank)
+        self._assigned_at[slot] = max(self._assigned_at) + 1
+        self._slots[slot] = text
+        text.n_cached = 0
+        return slot
 
     @abstractmethod
     def is_current(self, model: GPT) -> bool:
@@ -115,13 +145,11 @@ class TorchEngine(Engine):
     name = "torch"
 
     def __init__(self, model: GPT, n_slots: int = 1, use_cache: bool = True) -> None:
-        self.n_slots = n_slots
+        super().__init__(n_slots)
         self._model = model
         self._use_cache = use_cache and model.uses_cache
         self._on_cpu = model.device.type == "cpu"
         self._max_pass_tokens = PASS_TOKENS_ON_CPU if self._on_cpu else PASS_TOKENS
-        self._slots: list[Sequence | None] = []  # the text in each row of the cache
-        self._assigned_at: list[int] = []
         self._cache = self._create_cache(0)
         self._compute = Compute(model.device, model.embed.weight.dtype)
 
@@ -229,21 +257,21 @@ class TorchEngine(Engine):
             is_token[slot] = [1]
             text.n_cached = len(text.context)
         n_keys = self._count_keys(max(text.n_cached for text in texts))
-        inputs = self._upload([tokens, positions, is_token])  # (3, R, 1)
-        logits = self._compute_step(inputs, n_keys)  # (R, V)
+        inputs = self._upload([tokens, positions, is_token])  # (3, B, 1)
+        logits = self._compute_step(inputs, n_keys)  # (B, V)
         return [logits[slot : slot + 1] for slot in slots]
 
     def _compute_step(self, inputs: Tensor, n_keys: int) -> Tensor:
-        """Compute the logits (R, V) of one token in each of the first R rows.
+        """Compute the logits (B, V) of one token in each of the first B rows.
 
-        `inputs` (3, R, 1) are tokens, positions and whether the row has a token at all. Nothing
+        `inputs` (3, B, 1) are tokens, positions and whether the row has a token at all. Nothing
         here may wait for the device, and shapes depend on those of the arguments alone.
         """
         tokens, positions, is_token = inputs.unbind()
         rows = slice(0, len(tokens))
         cache = self._cache.select(rows, positions, is_token > 0, n_keys)
-        hidden = self._model.forward_hidden(tokens, cache)  # (R, 1, D)
-        return self._model.compute_logits(hidden[:, 0]).float()  # (R, V)
+        hidden = self._model.forward_hidden(tokens, cache)  # (B, 1, D)
+        return self._model.compute_logits(hidden[:, 0]).float()  # (B, V)
 
     def _count_keys(self, longest: int) -> int:
         """Round the number of keys of the longest text up, to few different ones."""
@@ -264,21 +292,6 @@ class TorchEngine(Engine):
         return self._compute.copy(torch.tensor(values))
 
     # -- slots -------------------------------------------------------------------------------------
-
-    def _assign_slot(self, text: Sequence, texts: list[Sequence]) -> None:
-        """Give a new text a slot that no text of this call has.
-
-        Empty slots and those of ended texts go first, then the one assigned longest ago. A text
-        that has lost its slot finds itself in none, and starts again.
-        """
-        if text in self._slots:
-            return
-        text.n_cached = 0
-        free = self._find_free_slots(texts)
-        others = [slot for slot, other in enumerate(self._slots) if other not in texts]
-        slot = free[0] if free else min(others, key=lambda slot: self._assigned_at[slot])
-        self._slots[slot] = text
-        self._assigned_at[slot] = max(self._assigned_at) + 1
 
     def _find_free_slots(self, texts: list[Sequence]) -> list[int]:
         """List the slots without a text that may come again."""
@@ -302,9 +315,7 @@ class TorchEngine(Engine):
         self._cache = self._create_cache(n_rows)
         for row in range(old.n_rows):
             self._cache.copy_row(row, row, old)
-        n_new = n_rows - len(self._slots)
-        self._slots += [None] * n_new
-        self._assigned_at += [0] * n_new
+        self._add_slots(n_rows - len(self._slots))
 
     def _create_cache(self, n_rows: int) -> StaticCache:
         weight = self._model.embed.weight

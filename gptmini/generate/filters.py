@@ -7,7 +7,7 @@ texts in every batch, and a drafted token (speculative.py) is verified by drawin
 `ADJUSTMENTS` change logits, `FILTERS` leave out unlikely tokens. Each is one function that takes
 many texts as well as one, on any device. `draw_tokens` draws for one text after the other.
 
-Letters: R texts, V vocabulary, N tokens that pass the filters.
+Letters: B texts, V vocabulary, N tokens that pass the filters.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
-from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_top_p, sample_index
+from gptmini.generate.ranking import TokenIds, TokenWeights, find_heaviest, find_top_k, sample_index
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
 
@@ -91,7 +91,7 @@ def filter_probabilities(
     total = weights.sum()
     if tokens is None and sample.top_p is not None and sample.top_p < 1:
         # Sorts what top-k has not; `keep_top_p` below then cuts.
-        tokens = find_top_p(values, weights, sample.top_p * total)
+        tokens = find_heaviest(values, weights, sample.top_p * total)
         weights = weights[tokens]
     for name, each in FILTERS.items():
         value = getattr(sample, name)
@@ -121,7 +121,7 @@ def compute_logprob(logits: Tensor, token: int) -> float:
 
 # -- filters: which of the weights (..., N) to keep, for a setting and the total of all weights ----
 
-# Arrays of one text, with a number for each setting, or tensors of R texts, with R of them (R, 1).
+# Arrays of one text, with a number for each setting, or tensors of B texts, with B of them (B, 1).
 Weights = Any
 
 
@@ -150,11 +150,11 @@ class Filter(NamedTuple):
 FILTERS = {"top_p": Filter(keep_top_p, 1.0), "min_p": Filter(keep_min_p, 0.0)}
 
 
-# -- adjustments of the logits (R, V) of R texts ---------------------------------------------------
+# -- adjustments of the logits (B, V) of B texts ---------------------------------------------------
 
 
 def adjust_logits(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Adjust logits (R, V) before the filters; those given stay as they are."""
+    """Adjust logits (B, V) before the filters; those given stay as they are."""
     for adjust in ADJUSTMENTS:
         logits = adjust(logits, texts)
     return logits

@@ -29,7 +29,7 @@ def find_top_k(values: Logits, k: int) -> TokenIds:
     return _sort_indices(values, reaches)[:k]
 
 
-def find_top_p(values: Logits, weights: TokenWeights, min_weight: float) -> TokenIds:
+def find_heaviest(values: Logits, weights: TokenWeights, min_weight: float) -> TokenIds:
     """Find the indices of the largest of values (V,), largest first, as many as weigh `min_weight`.
 
     There may be more of them, never fewer. The largest weight is 1.

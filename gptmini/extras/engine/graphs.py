@@ -3,7 +3,7 @@
 A step of a small model is some hundreds of kernels of a few microseconds each, and Python takes
 longer to launch a kernel than the GPU to run it. A graph launches them all at once.
 
-Letters: R rows, V vocabulary.
+Letters: B rows, V vocabulary.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptmini.console import warn
 
-# Computes the logits (R, V) of inputs (3, R, 1), for a number of keys; see engine.py. It must not
+# Computes the logits (B, V) of inputs (3, B, 1), for a number of keys; see engine.py. It must not
 # wait for the device.
 Step = Callable[[Tensor, int], Tensor]
 # Passes before recording. Libraries choose kernels and take memory in the first ones.
@@ -33,7 +33,7 @@ class StepGraphs:
         self._failed: set[tuple[int, int]] = set()
 
     def __call__(self, step: Step, inputs: Tensor, n_keys: int) -> Tensor:
-        """Compute the logits (R, V) of `inputs` (3, R, 1); the next call overwrites them."""
+        """Compute the logits (B, V) of `inputs` (3, B, 1); the next call overwrites them."""
         shape = (inputs.shape[1], n_keys)
         if shape not in self._graphs and shape not in self._failed:
             self._record(shape, step, inputs)
@@ -63,7 +63,7 @@ class _Graph:
 
     def __init__(self, step: Step, inputs: Tensor, n_keys: int, pool: Any) -> None:
         """`pool` is the memory of another graph, to be shared with it, or None."""
-        self._inputs = inputs.clone()  # (3, R, 1)
+        self._inputs = inputs.clone()  # (3, B, 1)
         with _recording:
             stream = _create_stream()
             usual_stream = torch.cuda.current_stream()
@@ -78,7 +78,7 @@ class _Graph:
                 with torch.cuda.graph(
                     self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ):
-                    self._logits = step(self._inputs, n_keys)  # (R, V)
+                    self._logits = step(self._inputs, n_keys)  # (B, V)
             finally:
                 torch.cuda.set_stream(usual_stream)  # a recording that fails stays on its own
         self.pool = self._graph.pool()

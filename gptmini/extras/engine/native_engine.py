@@ -48,7 +48,8 @@ class NativeEngine(Engine):
         shares: "NativeEngine | None" = None,
     ) -> None:
         """`shares` is another engine of the same model, whose weights this one reads, too."""
-        self.n_slots = n_slots
+        super().__init__(n_slots)
+        self._add_slots(n_slots)
         self._library = library
         self._model = model
         self._weights = weights
@@ -60,9 +61,6 @@ class NativeEngine(Engine):
         spare_positions = MAX_CALL_TOKENS + CACHE_ALIGNMENT
         self._cache = create_cache(model.config, weights, n_slots, spare_positions)
         self._step = NativeStep(library, model, weights, self._cache, self._packed)
-        # For each slot: the text that has it, and when it was assigned.
-        self._slots: list[Sequence | None] = [None] * n_slots
-        self._assigned_at = [0] * n_slots
         # For each slot: the tokens at its beginning that were prefilled in whole chunks and whose
         # keys are still there, whichever text has the slot now. This is the prefix cache.
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
@@ -133,28 +131,6 @@ class NativeEngine(Engine):
 
     def open_another(self, n_slots: int) -> "NativeEngine":
         return NativeEngine(self._library, self._model, self._weights, n_slots, shares=self)
-
-    def _assign_slot(self, text: Sequence, texts: list[Sequence]) -> int:
-        """Return the slot of a text; a new text takes one that no text of this call has.
-
-        Empty slots go first, then those of ended texts, then the one assigned longest ago.
-        """
-        if text in self._slots:
-            return self._slots.index(text)
-
-        def rank(slot: int) -> tuple[bool, bool, int]:
-            other = self._slots[slot]
-            is_live = other is not None and other.finish_reason is None
-            return other is not None, is_live, self._assigned_at[slot]
-
-        free = [slot for slot, other in enumerate(self._slots) if other not in texts]
-        slot = min(free, key=rank)
-        self._assigned_at[slot] = max(self._assigned_at) + 1
-        self._slots[slot] = text
-        # Nothing is cached yet. A text that has just lost its slot finds itself in none when it is
-        # called again, and starts here too.
-        text.n_cached = 0
-        return slot
 
     def _reuse_prefix(self, slot: int, text: Sequence) -> None:
         """Start a text from the longest prefix that any slot holds of it.

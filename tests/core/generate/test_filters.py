@@ -14,7 +14,7 @@ from gptmini.generate.filters import (
     make_random_number,
     sample_token,
 )
-from gptmini.generate.ranking import find_top_k, find_top_p, sample_index
+from gptmini.generate.ranking import find_heaviest, find_top_k, sample_index
 from gptmini.generate.sequence import Sequence
 
 OPEN = {"temperature": 1.0, "top_k": None}
@@ -90,7 +90,7 @@ def test_large_vocabularies_are_ranked_and_drawn_from_as_by_sorting_all_of_them(
 
     weights = 2.0 ** np.floor(values.astype(np.float64) - 3)  # their sums are exact
     enough = part * weights.sum()
-    found = find_top_p(values, weights, enough).tolist()
+    found = find_heaviest(values, weights, enough).tolist()
     assert found == ranked[: len(found)]
     assert weights[found].sum() >= enough
 
