@@ -82,11 +82,7 @@ def say_header(line: str) -> None:
         return
     width = max(40, shutil.get_terminal_size().columns - 2)
     indent = " " * 12
-    # textwrap counts characters, so a \0 stands for the second column of a wide one. A line may
-    # end between the two, and then takes a column more than textwrap believes.
-    counted = "".join(c + "\0" * (measure_width(c) - 1) for c in line)
-    filled = textwrap.fill(counted, width, subsequent_indent=indent, break_on_hyphens=False)
-    say(filled.replace("\0", ""))
+    say(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def format_count(number: float, noun: str) -> str:

@@ -69,19 +69,12 @@ def train(
         try:
             with machine.catch_signals() as received:
                 if training.step == 0 and training.config.base.run is not None:
-                    _log_base(training, log, bar)
+                    _log(training, log, bar, evaluate_and_sample(training))
                 _run_loop(training, log, bar, received)
         finally:
             bar.close()
             log.close()
     return True
-
-
-def _log_base(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
-    """Evaluate and log the weights that a run begins with."""
-    first = _time_evaluation(training)
-    log.write(training.progress.to_metrics() | first)
-    bar.show(first)
 
 
 def _run_loop(
@@ -132,27 +125,26 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
         record |= metrics | {"tokens_per_second": round(tokens / seconds, 1)}
         training.last_logged = (training.step, progress.seconds)
     if training.step % settings.eval_every == 0 or is_last:
-        record |= _time_evaluation(training)
+        record |= evaluate_and_sample(training)
     if record:
-        log.write(progress.to_metrics() | record)
-        bar.show(record)
+        _log(training, log, bar, record)
 
 
-def _time_evaluation(training: Training) -> dict[str, Any]:
-    """Evaluate and sample, and note for the minutes how long it takes."""
-    started = time.perf_counter()
-    metrics = evaluate_and_sample(training)
-    training.evaluation_seconds = time.perf_counter() - started
-    return metrics
+def _log(training: Training, log: RunLog, bar: TrainingProgressBar, record: dict[str, Any]) -> None:
+    """Write the metrics of this step, and show them."""
+    log.write(training.progress.to_metrics() | record)
+    bar.show(record)
 
 
 def evaluate_and_sample(training: Training) -> dict[str, Any]:
-    """Return what is logged at each evaluation."""
+    """Return what is logged at each evaluation; note for the minutes how long it took."""
+    started = time.perf_counter()
     losses = evaluate_validation(training)
     # Only rank 0 logs. A sharded model needs every rank for a forward pass, though.
     samples_here = training.group.rank == 0 or training.group.is_sharded
     sample = generate_sample(training) if samples_here else ""
     peak_memory = machine.get_peak_memory(training.compute.device)
+    training.evaluation_seconds = time.perf_counter() - started
     return losses | {"sample": sample, "peak_memory": peak_memory}
 
 

@@ -22,15 +22,6 @@ def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     assert all(re.match(" {12}(one-two|three|end)", each) for each in rest)
     assert " ".join([first, *rest]).split() == line.split()
     assert max(map(len, [first, *rest])) < 80
-    console.say_header("  data      " + "中文 " * 20)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.count("中文") for line in lines] == [13, 7]
-    for words in ("中文" * 40, "中" * 30 + " word" * 30, "e\u0301" * 40 + " word" * 30):
-        console.say_header(f"  data      {words}")
-        lines += capsys.readouterr().err.splitlines()
-        assert lines[-1]
-    assert max(map(console.measure_width, lines)) < 80
-    assert sum(line.count("中") for line in lines) == 20 + 40 + 30
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(Machine, "time_step", lambda *_, **__: StepTime(0.8, 0.2))
     update = loop.train_step
-    evaluation = loop.evaluate_and_sample
+    evaluation = loop.evaluate_validation
     smallest = estimates.CPU.few_epochs[:1]
     one_model = replace(estimates.CPU, few_epochs=smallest, many_epochs=smallest)
     monkeypatch.setattr(estimates, "CPU", one_model)
@@ -407,7 +407,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
         return evaluation(training)
 
     monkeypatch.setattr(loop, "train_step", timed)
-    monkeypatch.setattr(loop, "evaluate_and_sample", evaluated)
+    monkeypatch.setattr(loop, "evaluate_validation", evaluated)
     config = tiny(model={"n_layer": 1}, data={"path": str(text_file)})
     sections = config.model_dump(exclude_unset=True)
     del sections["train"]["steps"]
