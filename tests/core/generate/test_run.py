@@ -305,24 +305,6 @@ def test_a_single_stop_text_needs_no_list(run: Run):
     assert text[0] not in run.generate("the ", ban=text[0], **settings)
 
 
-def test_log_probabilities_are_those_of_the_model(trained: Path):
-    run = load_run(trained, weights="float32")
-    generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
-    (sample,) = generation.finish()
-    tokens = [*b"the", *sample.tokens]
-    with torch.no_grad():
-        logits = run.model(torch.tensor([tokens]))[0]
-    expected = [compute_logprob(logits[2 + n], token) for n, token in enumerate(sample.tokens)]
-    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_cache_changes_no_text_in_float32(trained: Path):
-    """In the other precisions the compiled engine rounds the inputs of products, torch does not."""
-    run = load_run(trained, weights="float32")
-    settings = {"max_new_tokens": 60, "temperature": 1.5, "top_k": None}
-    assert run.generate("the ", **settings) == run.generate("the ", **settings, use_cache=False)
-
-
 def test_unknown_weights_are_refused(trained: Path):
     with pytest.raises(ConfigError, match="--weights int4: not supported; choose float32"):
         load_run(trained, weights="int4")
@@ -392,11 +374,6 @@ def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
     assert (spaced.text, plain.text) == ("the" + " the" * 8, " the" * 9)
     generation = other.start([" "], max_new_tokens=1, seed=0)
     assert generation.samples[0].prompt_tokens == tokenizer.encode(" ").tolist()
-
-
-def test_a_sample_is_json(run: Run):
-    (sample,) = run.start(["the"], max_new_tokens=2).finish()
-    assert json.loads(json.dumps(sample.to_dict()))["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])

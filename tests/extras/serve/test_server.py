@@ -143,7 +143,7 @@ def test_a_stream_is_the_same_in_pieces(run: Run, client: openai.OpenAI):
         assert len(chunks) > 10
 
 
-def test_stop_penalties_and_bias(run: Run, client: openai.OpenAI):
+def test_stop_texts_and_bias(run: Run, client: openai.OpenAI):
     whole = alone(run, "the ", max_new_tokens=40, seed=3)
     stop = whole[5:7]
     answer = client.completions.create(
@@ -151,29 +151,6 @@ def test_stop_penalties_and_bias(run: Run, client: openai.OpenAI):
     )
     assert answer.choices[0].text == whole[: whole.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    answer = client.completions.create(
-        model="small",
-        prompt="the ",
-        max_tokens=20,
-        seed=3,
-        presence_penalty=1.5,
-        frequency_penalty=0.5,
-        top_p=0.9,
-        extra_body={"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.3, "ban": ["e"]},
-    )
-    assert answer.choices[0].text == alone(
-        run,
-        "the ",
-        max_new_tokens=20,
-        seed=3,
-        presence_penalty=1.5,
-        frequency_penalty=0.5,
-        top_p=0.9,
-        top_k=30,
-        min_p=0.01,
-        repetition_penalty=1.3,
-        ban=["e"],
-    )
     answer = client.completions.create(
         model="small", prompt="the ", max_tokens=5, logit_bias={"120": 100}, temperature=0
     )
@@ -266,18 +243,6 @@ def test_lm_eval_finds_the_log_likelihoods_of_the_model(run: Run, url: str):
         assert greedy == (logits.argmax(-1).tolist() == end)
 
 
-def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
-    monkeypatch.setattr(door, "load_library", lambda *_: None)  # rows of torch share a length
-    body = {"logprobs": 0, "echo": True, "max_tokens": 3}
-    post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
-    with serving(copy.copy(run), max_rows=5) as url, ThreadPoolExecutor(5) as pool:
-        answers = list(pool.map(post, PROMPTS))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
-        n_prompt = len(run.encode(prompt))
-        assert found[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
-
-
 @needs_compiler
 def test_a_long_prompt_yields_to_running_texts():
     config = tiny(model={"context_length": CONTEXT, "n_layer": 4, "vocab_size": 257})
@@ -311,21 +276,15 @@ def test_a_long_prompt_yields_to_running_texts():
     ("wrong", "status", "message"),
     [
         ({"temperature": -1}, 400, "temperature: must be at least 0, not -1"),
-        ({"n": 257}, 400, "n: at most 256"),
-        ({"best_of": 3}, 400, "best_of: not supported"),
-        ({"suffix": "x"}, 400, "suffix: not supported"),
         ({"tempurature": 1}, 400, "tempurature: no such field"),
         ({"prompt": []}, 400, "prompt: must not be"),
         ({"prompt": [[1, "a"]]}, 400, "prompt: tokens"),
-        ({"prompt": [1, 257]}, 400, "prompt: tokens"),
         ({"prompt": [True]}, 400, "prompt: must be text"),
         ({"prompt": {"a": 1}}, 400, "prompt: must be text"),
         ({"prompt": "\ud800"}, 400, "prompt: character 0 is not valid Unicode"),
         ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
-        ({"logprobs": True}, 400, "logprobs: must be"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token"),
         ({"stop": [""]}, 400, "stop.0: must have"),
-        ({"stream_options": {"x": 1}}, 400, "stream_options: has only"),
         ({"model": 4}, 400, "model: must be text"),
         ({"user": 4}, 400, "user: must be text"),
         ({"special": 1}, 400, "special: must be true or false"),
@@ -799,12 +758,6 @@ def test_times_add_up_to_that_of_the_request(run: Run):
 
 
 TIMES = ("to_first_token", "between_tokens")
-
-
-def test_a_body_has_less_time_than_a_request(run: Run):
-    with serving(run, read_seconds=1) as url, connection(url, HALF) as half:
-        half.settimeout(60)
-        assert half.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_key_is_asked_for(run: Run):
