@@ -105,7 +105,9 @@ def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
     hub.download(snapshot, settings)
     read_settings(snapshot.folder)
     check_tokenizer_file(snapshot.folder)
-    weights = list_weight_files(snapshot.folder)
+    weights = [WEIGHTS_FILE]
+    if WEIGHTS_FILE not in snapshot.files:
+        weights = list_weight_files(snapshot.folder)
     missing = [name for name in weights if name not in snapshot.files]
     if missing:
         raise snapshot.make_error(

@@ -251,23 +251,22 @@ def _make_damage_error(file: Path, error: Exception) -> CheckpointError:
 
 
 def list_weight_files(folder: Path) -> list[str]:
-    """Return the names of the weight files: those in the index, or the only one."""
+    """Return the names of the weight files: the only one, else those in the index."""
     index_file = folder / INDEX_FILE
-    if index_file.exists():
-        weight_map = _read_json(index_file, "restore it").get("weight_map")
-        names: list[Any] = [weight_map]
-        if isinstance(weight_map, dict):
-            names = list(weight_map.values())
-        for name in names:
-            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                raise CheckpointError(
-                    f"{index_file}: weight_map: {shorten(repr(name))} is not a .safetensors file "
-                    f"of this folder; restore the index"
-                )
-        return sorted(set(names))
-    if not (folder / WEIGHTS_FILE).exists():
+    if (folder / WEIGHTS_FILE).exists():  # transformers, too, then leaves an index alone
+        return [WEIGHTS_FILE]
+    if not index_file.exists():
         _refuse_pickles(folder)
-    return [WEIGHTS_FILE]
+        return [WEIGHTS_FILE]
+    weight_map = _read_json(index_file, "restore it").get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise CheckpointError(
+                f"{index_file}: weight_map: {shorten(repr(name))} is not a .safetensors file "
+                f"of this folder; restore the index"
+            )
+    return sorted(set(names))
 
 
 def _refuse_pickles(path: Path) -> None:

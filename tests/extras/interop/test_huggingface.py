@@ -438,6 +438,7 @@ def index(**places: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         text = json.dumps({"weight_map": places.get("a", places)})
         (folder / "model.safetensors.index.json").write_text(text)
+        (folder / "model.safetensors").unlink()
 
     return change
 
