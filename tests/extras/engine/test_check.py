@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,22 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gptmini import files
-from gptmini.cli import attention_maps
 from gptmini.config.settings import ModelConfig
 from gptmini.extras.engine import build, check, door
 from gptmini.extras.engine.step import ACTIVATION_CODES, NativeStep, UnexpectedModelError
 from gptmini.generate import precision
 from gptmini.generate.engine import TorchEngine, open_engine
-from gptmini.generate.run import Run, load_run
-from gptmini.generate.sequence import Sequence
 from gptmini.model.attention import Attention, make_mask
-from gptmini.model.cache import KVCache, Masks
+from gptmini.model.cache import Masks
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
-from gptmini.train.evaluate_run import evaluate_run, load_held_out
 from tests.extras.engine.samples import models, step_of
 from tests.storages import StorageCounter
-from tests.support import new_cache, tiny, train
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
@@ -385,58 +379,3 @@ def test_a_model_in_another_type_is_left_to_torch():
     model = noisy().bfloat16()
     with pytest.raises(UnexpectedModelError):
         step_of(model, "bfloat16")
-
-
-def trained(out: Path, text_file: Path, cache: Path) -> Run:
-    config = tiny(
-        model={"attention": {"variant": "gqa", "n_kv_head": 2}},
-        data={"path": str(text_file)},
-        train={"lr": 0.03, "dtype": "float32"},
-        sample={"temperature": 0, "max_new_tokens": 12},
-    )
-    train(config, out, cache)
-    return load_run(out, weights="float32", cache=cache)
-
-
-def test_alibi_added_to_attention_reaches_every_command(
-    tmp_path: Path, text_file: Path, monkeypatch, capsys
-):
-    cache = new_cache(tmp_path)
-    plain = trained(tmp_path / "plain", text_file, cache)
-    tokens = plain.encode("the cat sat on")
-    plain_maps = attention_maps.compute_attention_weights(plain.model, tokens)
-    plain_loss = evaluate_run(plain, load_held_out(plain, cache)).loss
-    monkeypatch.setattr(Attention, "mask", alibi)
-
-    other_loss = evaluate_run(plain, load_held_out(plain, cache)).loss
-    assert other_loss != plain_loss
-    run = trained(tmp_path / "alibi", text_file, cache)
-    learned = zip(run.model.parameters(), plain.model.parameters(), strict=True)
-    assert not all(torch.equal(one, other) for one, other in learned)
-
-    capsys.readouterr()
-    prompts = ["the ", "a dog jumps", "x"]
-    texts = [text.text for text in run.start(prompts).finish()]
-    warnings = capsys.readouterr().err
-    assert texts == [text.text for text in run.start(prompts, use_cache=False).finish()]
-    assert texts == [run.generate(prompt) for prompt in prompts]
-    if shutil.which("g++"):
-        assert warnings.count("warning: compiled engine") == 1
-        assert run.start(prompts).engine == "torch"
-    with run.borrow_engine(1) as engine, torch.no_grad():
-        text = Sequence(0, tokens, 16)
-        text.n_logits = len(tokens)
-        torch.testing.assert_close(engine([text])[0], run.model(torch.tensor([tokens]))[0])
-
-    # One token at a time on a cache is reading the whole, and the maps have ALiBi's bias.
-    with torch.no_grad():
-        steps = KVCache(run.model.config, 1, torch.device("cpu"), torch.float32)
-        logits = [run.model(torch.tensor([[token]]), cache=steps)[0, 0] for token in tokens]
-        whole = run.model(torch.tensor([tokens]))[0]
-    torch.testing.assert_close(torch.stack(logits), whole, atol=1e-5, rtol=1e-4)
-    maps = attention_maps.compute_attention_weights(plain.model, tokens)
-    T = len(tokens)
-    slopes = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
-    bias = -slopes * (torch.arange(T)[:, None] - torch.arange(T))  # (H, T, T)
-    expected = plain_maps[0] * bias.exp()  # of the first layer, whose inputs are the same
-    torch.testing.assert_close(maps[0], expected / expected.sum(-1, keepdim=True))

@@ -3,9 +3,7 @@
 import errno
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +13,6 @@ pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 from huggingface_hub import constants, file_download
 from safetensors.torch import load, save
 
-from gptmini.data import hub
 from gptmini.extras.interop import hub_model
 from gptmini.extras.interop import import_model as importing
 from gptmini.extras.interop.export import export_run
@@ -26,7 +23,7 @@ from gptmini.generate.run import load_run
 from gptmini.runs.directory import RunDirectory
 from tests.local_hub import NO_ENDPOINT, LocalHub, set_endpoint
 from tests.samples import run_of
-from tests.support import ROOT, prose
+from tests.support import prose
 
 NAME = "Somebody/Tiny-1M"
 
@@ -140,18 +137,6 @@ def test_what_the_cache_holds_needs_no_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     set_endpoint(monkeypatch, NO_ENDPOINT)  # an unreachable Hub is no worse
     assert gptmini("import", NAME, "--out", "runs/unreachable")[0] == 0
-
-
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(
-    gptmini, local_hub, published, monkeypatch
-):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what arrives in part is lost
-    local_hub.add(NAME, published)
-    local_hub.cuts["model.safetensors"] = [20_500, 3000]
-    assert gptmini("import", NAME)[0] == 0
-    requests = local_hub.downloads("model.safetensors")
-    starts = [line.partition("bytes=")[2] for line in requests]
-    assert starts == ["", "20000-", "23000-"]
 
 
 def test_shards_are_those_of_the_index(gptmini, local_hub, published, tmp_path):
@@ -368,17 +353,6 @@ def test_a_cache_of_another_program_is_enough(gptmini, local_hub, published, mon
     assert gptmini("import", NAME)[0] == 0
 
 
-def test_the_token_of_the_environment_is_sent(gptmini, local_hub, published, monkeypatch, tmp_path):
-    local_hub.add(NAME, published)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert gptmini("import", NAME)[0] == 0
-    assert local_hub.tokens == {"Bearer hf_secret"}
-    local_hub.statuses = {"/api/": (401, "")}
-    shutil.rmtree(tmp_path / "hub")
-    shutil.rmtree("runs")
-    expect_one_line(gptmini("import", NAME), 4, "HF_TOKEN")
-
-
 def test_without_the_package_the_extra_is_named(gptmini, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     expect_one_line(gptmini("import", NAME), 5, "huggingface_hub")
@@ -411,34 +385,6 @@ def test_an_existing_run_is_refused_before_the_download(gptmini, local_hub, publ
     Path("runs/Tiny-1M").mkdir(parents=True)
     assert gptmini("import", NAME)[0] == 2
     assert local_hub.requests == []
-
-
-def test_file_names_that_leave_the_cache_are_not_files(local_hub, tmp_path):
-    (tmp_path / "secret.gguf").write_bytes(b"secret")
-    names = ("../../../../secret.gguf", str(tmp_path / "secret.gguf"), "C:\\secret.gguf")
-    local_hub.add(NAME, dict.fromkeys([*names, "a.gguf"], b"x"))
-    assert hub.open_snapshot("model", NAME).files == ["a.gguf"]
-
-
-def test_the_environment_says_where_the_hub_is(local_hub: LocalHub, published, tmp_path):
-    """huggingface_hub reads HF_ENDPOINT and HF_HOME when it is imported: so, another process."""
-    local_hub.add(NAME, published)
-    variables = {
-        "PYTHONPATH": str(ROOT),
-        "HF_ENDPOINT": local_hub.endpoint,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "GPTMINI_CACHE": str(tmp_path / "cache"),
-    }
-    command = [sys.executable, "-m", "gptmini", "import", NAME]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | variables, capture_output=True, check=False
-    )
-    said = done.stderr.decode()
-    assert done.returncode == 0, said
-    assert (tmp_path / "runs" / "Tiny-1M" / "config.yaml").exists()
-    assert (tmp_path / "home" / "hub").is_dir()
-    assert [line.partition(":")[0] for line in said.splitlines()[:2]] == ["hf", "runs/Tiny-1M"]
 
 
 def test_the_settings_files_are_those_that_reading_a_folder_takes():
