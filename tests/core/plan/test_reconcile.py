@@ -427,7 +427,7 @@ def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, requested, tune, 
     shutil.rmtree(base.path)
     mqa = {"variant": "mqa", "n_kv_head": None}
     out = tmp_path / "pooled"
-    config = convert.convert_run(run, mqa, 2, out, tmp_path / "cache")
+    config = convert.convert_run(run, mqa, 2, out)
     assert config.base.run is None
     assert RunDirectory(out).load_tokenizer().fingerprint == run.tokenizer.fingerprint
     begin_training(RunDirectory(out).load_config(), out, tmp_path / "cache")
