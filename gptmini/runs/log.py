@@ -20,11 +20,6 @@ from gptmini.console import format_count, quote, say_header, warn
 from gptmini.errors import MachineError, make_missing_package_error
 
 Metrics = dict[str, Any]
-# Keys that a line has together or not at all.
-ALL_OR_NONE_KEYS = (
-    {"train_loss", "lr", "grad_norm", "tokens_per_second"},
-    {"val_loss", "val_bpb", "sample", "peak_memory"},
-)
 Tracker = tuple[Callable[[Metrics], object], Callable[[], object]]  # write, close
 
 
@@ -117,21 +112,13 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def _parse_line(text: bytes) -> Metrics | None:
-    """Return a line if it is as `write` gets it: finite numbers, and a sample that is text."""
+    """Return a line of metrics; None for what a power cut may leave of one."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or not line.keys() >= {"step", "tokens", "seconds"}:
-        return None
-    if any(0 < len(line.keys() & group) < len(group) for group in ALL_OR_NONE_KEYS):
-        return None
-    if not isinstance(line.get("sample", ""), str) or not isinstance(line["step"], int):
-        return None
-    numbers = [value for key, value in line.items() if key != "sample"]
-    # By type: True is an int too. The limits also refuse NaN and infinity.
-    plain = all(type(value) in (int, float) and 0 <= value < 1e300 for value in numbers)
-    return line if plain else None
+    is_whole = isinstance(line, dict) and line.keys() >= {"step", "tokens", "seconds"}
+    return line if is_whole else None
 
 
 def select_numbers(lines: list[Metrics], *keys: str) -> list[tuple[Any, ...]]:
