@@ -128,12 +128,7 @@ def test_without_matplotlib_one_line_says_what_to_install(runs, monkeypatch):
 
 def test_lines_that_lack_figures_are_left_out(runs):
     with Path("runs/a/metrics.jsonl").open("a") as file:
-        for line in (
-            {"step": 4},
-            {"step": 4, "train_loss": 1.0, "val_loss": 0.1},
-            {"step": 4, "tokens": "many", "seconds": None, "val_loss": [1], "val_bpb": 1e999},
-            {"step": 4, "tokens": 10**400, "lr": 1, "sample": 5, "peak_memory": "x"},
-        ):
+        for line in ({"step": 4}, {"step": 4, "train_loss": 1.0, "val_loss": 0.1}):
             file.write(json.dumps(line) + "\n")
     code, out, err = runs("plot", "runs/a", "--out", "a.html")
     assert (code, out) == (0, "a.html\n"), err
