@@ -313,9 +313,6 @@ def test_tensors_that_are_missing_or_unknown_are_named(llama, tmp_path):
     factors = {"rope_freqs.weight": np.ones(4, np.float32)}
     with pytest.raises(CheckpointError, match=r"\.gguf: "):
         read_whole(rewrite(path, tmp_path / "w.gguf", wide, factors))
-    huge = {"output_norm.weight": np.full(32, 3e38, np.float32)}
-    with pytest.raises(CheckpointError, match=r"output_norm.weight: has values up to 3e\+38"):
-        read_whole(rewrite(path, tmp_path / "h.gguf", tensors=huge))
     nan = {"output_norm.weight": np.full(32, np.nan, np.float32)}
     with pytest.raises(CheckpointError, match=r"output_norm.weight: has values that are not"):
         read_whole(rewrite(path, tmp_path / "n.gguf", tensors=nan))

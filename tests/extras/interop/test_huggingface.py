@@ -698,7 +698,7 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_repeated(right, tmp_pat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RunDirectory, "save", interrupted)
+    monkeypatch.setattr(RunDirectory, "save_in_parts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         import_model(right, tmp_path / "run")
     assert not list(tmp_path.iterdir())
