@@ -259,7 +259,9 @@ def list_weight_files(folder: Path) -> list[str]:
         _refuse_pickles(folder)
         return [WEIGHTS_FILE]
     weight_map = _read_json(index_file, "restore it").get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+    names: list[Any] = [weight_map]
+    if isinstance(weight_map, dict):
+        names = list(weight_map.values())
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
             raise CheckpointError(
