@@ -567,6 +567,44 @@ def test_keys_move_through_tokens_stations_and_the_map(visit):
     assert tab.evaluate(focused) == "head-switch"
 
 
+def test_the_path_of_twelve_layers_fits_a_screen(visit, monkeypatch):
+    monkeypatch.setitem(SHAPES, "deep", {"n_layer": 12})
+    tab = opened(visit, random_run("deep"))
+    tab.set_viewport_size({"width": 1280, "height": 800})
+    open_station(tab, "mlp:5")
+    tab.locator("#path").evaluate("card => card.scrollIntoView()")
+    for station in ("tokens", "draw"):
+        box = tab.locator(f"[data-station='{station}']").bounding_box()
+        assert 0 <= box["y"] < box["y"] + box["height"] <= 800
+    assert tab.locator(".path button").count() == 4 + 11 + 2
+
+
+def test_each_group_is_one_tab_stop(visit):
+    tab = opened(visit, random_run())
+    for section in ("#kinds", "#cause"):
+        tab.locator(f"{section} > summary").click()
+    open_station(tab, "attn:1")
+    open_step(tab, "table")
+    groups = ("#top .chips", "#station .chips", ".tiles", ".path", ".kinds", ".scores", "#cause")
+    for group in groups:
+        buttons = tab.locator(group).locator("button")
+        stops = tab.locator(group).locator("button[tabindex='0']")
+        assert (buttons.count() > 1, stops.count()) == (True, 1), group
+    tab.locator(".tiles button").first.focus()
+    tab.keyboard.press("ArrowRight")
+    assert tab.evaluate("[state.head, document.activeElement.dataset.focus]") == [1, "tile-1-1"]
+
+
+def test_one_switch_enlarges_all_text(visit):
+    tab = opened(visit, random_run())
+    sizes = """() => Array.from(document.querySelectorAll("main *"), (node) =>
+      Number.parseFloat(getComputedStyle(node).fontSize))"""
+    before = tab.evaluate(sizes)
+    tab.get_by_role("button", name="large").click()
+    assert tab.evaluate(sizes) == pytest.approx([1.4 * size for size in before], rel=1e-3)
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+
+
 def test_the_lines_of_python_are_there():
     views = read("views.js")
     sources = {
