@@ -447,7 +447,6 @@ function makeHeadTile(layer, head, isChosen) {
     `button.tile${isOff ? ".off" : ""}`,
     {
       "aria-pressed": String(isChosen),
-      "aria-label": nameHead(layer, head),
       "data-focus": `tile-${layer}-${head}`,
       onclick: () => openHead(layer, head),
     },

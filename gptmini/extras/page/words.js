@@ -109,8 +109,8 @@ const WORDS = {
   // The path.
   pathHeading: ["The whole path", "完整路径"],
   pathHelp: [
-    "From the tokens at the top to the drawn one at the bottom, with the numbers of {token}, the selected token. Press a station to open it.",
-    "从顶部的词元到底部抽出的词元，数字属于选中的词元 {token}。点按一站即可打开。",
+    "The numbers are those of {token}, the selected token. Press a station to open it.",
+    "数字属于选中的词元 {token}。点按一站即可打开。",
   ],
   previousStation: ["◂ before", "◂ 上一站"],
   nextStation: ["next ▸", "下一站 ▸"],

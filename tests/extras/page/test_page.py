@@ -460,9 +460,8 @@ def test_the_induction_head_is_named_by_its_score(visit):
         assert percent(half) == pytest.approx(sum(each) / len(each), abs=6e-4)
     tab.locator(f"[data-focus=kinds-{best // 4}-{best % 4}]").click()
     assert tab.evaluate("state.station") == f"attn:{best // 4}"
-    assert tab.locator("#station .tile[aria-pressed=true]").get_attribute("aria-label") == (
-        f"layer {best // 4}, head {best % 4}"
-    )
+    tile = tab.locator("#station .tile[aria-pressed=true]")
+    assert tile.get_attribute("data-focus") == f"tile-{best // 4}-{best % 4}"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
