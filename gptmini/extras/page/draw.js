@@ -30,8 +30,10 @@ function range(length) {
 
 // -- numbers as text -----------------------------------------------------------------------------
 
+const COUNTS = new Intl.NumberFormat("en-US"); // made once, as that takes long
+
 function formatCount(count) {
-  return count.toLocaleString("en-US");
+  return COUNTS.format(count);
 }
 
 function formatPercent(share) {
@@ -211,7 +213,9 @@ function tint(element, weight) {
   element.style.color = isDeep ? (darkMode.matches ? "#000" : "#fff") : "";
 }
 
-/** Draw the weights of T queries (rows) on T keys on a canvas; `weigh` is null where it is blind.
+/** Draw the weights of T queries (rows) on T keys on a canvas.
+ *
+ * `weigh` gives those of a query, (S,), and the first key that it sees.
  *
  * Of cells that share a pixel, the largest counts.
  */
@@ -222,18 +226,21 @@ function paintMap(canvas, T, weigh, maxSize = 512) {
   const largest = new Float32Array(size * size).fill(-1);
   for (let q = 0; q < T; q++) {
     const row = Math.floor((q * size) / T) * size;
-    for (let k = 0; k <= q; k++) {
-      const weight = weigh(q, k);
+    const [weights, first] = weigh(q);
+    for (let k = first; k <= q; k++) {
       const at = row + Math.floor((k * size) / T);
-      if (weight !== null && weight > largest[at]) largest[at] = weight;
+      if (weights[k] > largest[at]) largest[at] = weights[k];
     }
   }
-  const colors = range(256).map((n) => colorOf((n / 255) ** 2));
   const image = new ImageData(size, size);
+  const pixels = new Uint32Array(image.data.buffer); // of a little-endian machine
+  const colors = range(256).map((n) => {
+    const [r, g, b] = colorOf((n / 255) ** 2);
+    return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+  });
   for (let at = 0; at < largest.length; at++) {
     if (largest[at] < 0) continue; // transparent
-    const [r, g, b] = colors[Math.round(255 * Math.sqrt(largest[at]))];
-    image.data.set([r, g, b, 255], 4 * at);
+    pixels[at] = colors[Math.round(255 * Math.sqrt(largest[at]))];
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;

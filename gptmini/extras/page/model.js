@@ -886,9 +886,8 @@ function attribute(gpt, entry, token) {
   return parts;
 }
 
-/** How each head looks, [L][H]: the mean weight on the previous token, on the first and on itself,
- * and the mean entropy in nats, as `gptmini inspect` lists them. The first query, which sees only
- * itself, does not count.
+/** How each head looks, [L][H]: the mean weight on the previous token, on the first and on itself, as
+ * `gptmini inspect` lists them. The first query, which sees only itself, does not count.
  *
  * `induction` is the mean weight on what followed the same token before, over the queries that
  * `findRepetitions` lists; null if there are none. `record` is that of a `Reader`.
@@ -900,14 +899,13 @@ function summarizeHeads(gpt, record) {
     Array.from({ length: attn.H }, (_, h) => {
       const weightsOf = ({ position, layers }) =>
         layers[layer].weights.subarray(h * (position + 1), (h + 1) * (position + 1));
-      const sums = { previous: 0, first: 0, itself: 0, entropy: 0 };
+      const sums = { previous: 0, first: 0, itself: 0 };
       for (const entry of queries) {
         const { position } = entry;
         const weights = weightsOf(entry);
         sums.previous += weights[Math.max(position - 1, 0)];
         sums.first += weights[0];
         sums.itself += weights[position];
-        for (const weight of weights) if (weight > 0) sums.entropy -= weight * Math.log(weight);
       }
       for (const name of Object.keys(sums)) sums[name] /= queries.length;
       let induction = 0;

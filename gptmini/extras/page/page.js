@@ -274,11 +274,18 @@ function showControls() {
 
 function showTokens() {
   const nPrompt = now.T - continuation.tokens.length; // tokens before the first drawn one
-  const chips = now.tokens.map((token, place) => {
+  const { children } = places.tokens;
+  for (const [place, token] of now.tokens.entries()) {
+    // What is shown already stays, as a key changes few of them.
+    const shown = [token, place === now.at, place >= nPrompt].join();
+    if (children[place]?.dataset.shown === shown) continue;
     const chip = makeChip(token, place, "chip", sayText("inText", { place }));
     if (place >= nPrompt) chip.classList.add("drawn");
-    return chip;
-  });
+    chip.dataset.shown = shown;
+    if (children[place]) children[place].replaceWith(chip);
+    else places.tokens.append(chip);
+  }
+  while (children.length > now.T) children[now.T].remove();
   const special = Object.entries(tokenizer.specialTokens).filter(([, token]) =>
     now.tokens.includes(token),
   );
@@ -294,7 +301,6 @@ function showTokens() {
     state.hasTyped || data.prompt ? null : say(data.held_out ? "heldOutHelp" : "openedHelp"),
   ];
   fill(places.tokensHeading, say("tokensHeading", { count: formatCount(now.T) }));
-  fill(places.tokens, chips);
   rove(places.tokens, (chip) => chip.click());
   fill(
     places.tokensHelp,

@@ -152,21 +152,20 @@ const STATIONS = {
     ],
     body: [
       make("p", {}, say("textFacts", countText())),
+      make("p", {}, say("tokenNumbers")),
       make(
-        "div.scroll.short",
-        { tabindex: 0 },
-        make(
-          "table",
-          {},
-          now.tokens.map((token, place) =>
+        "table",
+        {},
+        range(now.T)
+          .slice(Math.max(0, now.at - 4), now.at + 5)
+          .map((place) =>
             make(
               place === now.at ? "tr.at" : "tr",
               {},
               make("th", {}, labelAt(place)),
-              make("td", {}, formatCount(token)),
+              make("td", {}, formatCount(now.tokens[place])),
             ),
           ),
-        ),
       ),
     ],
     shape: `text → (T,) = (${now.T},)`,
@@ -360,12 +359,9 @@ function canSee(layer, query, key) {
 }
 
 function drawHead(canvas, layer, head, maxSize) {
-  return paintMap(
-    canvas,
-    now.T,
-    (q, k) => (canSee(layer, q, k) ? weightsOf(q, layer, head)[k] : null),
-    maxSize,
-  );
+  const { window } = now.gpt.blocks[layer].attn;
+  const weigh = (q) => [weightsOf(q, layer, head), window ? Math.max(0, q - window + 1) : 0];
+  return paintMap(canvas, now.T, weigh, maxSize);
 }
 
 /** The key that the arithmetic shows: the chosen one, or the strongest that is not the query. */

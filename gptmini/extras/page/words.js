@@ -147,6 +147,7 @@ const WORDS = {
     "The model sees no letters. The tokenizer cuts your text into tokens that it knows, and each has a number. The model reads only these numbers; there are {vocabulary} of them.",
     "模型看不到字母。分词器把你的文本切成它认识的词元，每个词元有一个编号。模型只读这些编号，一共有 {vocabulary} 个。",
   ],
+  tokenNumbers: ["The selected token and those around it:", "选中的词元及其前后："],
   tokenizerBpe: [
     "The tokens were learned from a text: the commonest pairs of neighbors were merged, again and again (byte-pair encoding).",
     "词元学自文本：一再合并最常见的相邻对（字节对编码）。",

@@ -316,6 +316,7 @@ def test_the_table_of_scores_is_that_of_the_model(visit, shape):
     open_station(tab, "attn:1")
     tab.locator("#station .tile").nth(2).click()
     open_step(tab, "table")
+    tab.locator(".scores").wait_for()
     if tab.locator("[data-focus=all-keys]").count():
         tab.locator("[data-focus=all-keys]").click()
     rows = tab.locator(".scores tbody tr").all()
