@@ -50,6 +50,17 @@ class Tokenizer {
     return this.spacedTokens;
   }
 
+  listTokens() {
+    return Array.from({ length: this.vocabSize }, (_, token) => token);
+  }
+
+  /** The tokens that begin with a space, as a set. */
+  get spaced() {
+    const begins = (token) => this.decodeToken(token)[0] === 32;
+    this.spacedTokens ??= new Set(this.listTokens().filter(begins));
+    return this.spacedTokens;
+  }
+
   /** Encode a text in which the name of a special token is that token. */
   encodeSpecial(text) {
     const special = this.specialTokens;
@@ -1116,24 +1127,20 @@ function explainFilters(scores, sample) {
  */
 class Continuation {
   /** `reader` may be shared by all texts of a model; `number` selects the random numbers. */
-  constructor(reader, tokenizer, sample, prompt, { number = 0, special = false } = {}) {
+  constructor(reader, tokenizer, sample, prompt, { number = 0 } = {}) {
     this.reader = reader;
     this.tokenizer = tokenizer;
     this.sample = sample; // may be changed between two tokens
     this.number = number;
     this.off = null; // what is switched off; may be changed as well
     this.contextLength = reader.gpt.config.context_length;
-    this.encodePrompt(prompt, special);
-    const needed = this.promptTokens.length + sample.max_new_tokens - 1; // the last is never read
-    if (sample.overflow === "error" && needed > this.contextLength) {
-      throw new RangeError(`${needed} tokens do not fit the context of ${this.contextLength}`);
-    }
+    this.encodePrompt(prompt);
     this.tokens = [];
     this.update();
   }
 
   /** Encode a prompt; find which tokens may come first. */
-  encodePrompt(prompt, special) {
+  encodePrompt(prompt) {
     const { tokenizer, sample } = this;
     this.allowedFirst = null; // a set of tokens, or null for all
     this.dropSpace = false; // the prompt already shows the space that the first token brings along
@@ -1150,8 +1157,7 @@ class Continuation {
       const start = sample.start === null ? null : tokenizer.addBos(tokenizer.encode(sample.start));
       this.promptTokens = start ?? [tokenizer.eosToken];
     } else {
-      const tokens = special ? tokenizer.encodeSpecial(prompt) : tokenizer.encode(prompt);
-      this.promptTokens = tokenizer.addBos(tokens);
+      this.promptTokens = tokenizer.addBos(tokenizer.encode(prompt));
     }
   }
 
@@ -1166,24 +1172,26 @@ class Continuation {
     return context;
   }
 
-  /** The scores (V,) that the next token is drawn from, after bias, penalties and bans. */
-  computeScores() {
-    const logits = this.reader.read(this.context, this.off);
+  /** Turn logits (V,) into the scores that a token is drawn from: bias, penalties and bans.
+   *
+   * `count` tokens were drawn before it; of a token of the prompt, that is negative.
+   */
+  adjust(logits, count) {
     const bias = buildTokenBias(this.tokenizer, this.sample);
-    const scores = processLogits(logits, this.sample, bias, this.promptTokens, this.tokens);
-    if (this.allowedFirst !== null && this.tokens.length === 0) {
-      for (const token of scores.keys()) {
-        if (!this.allowedFirst.has(token)) scores[token] = -Infinity;
-      }
-    }
-    return scores;
+    const prompt = count < 0 ? this.promptTokens.slice(0, count) : this.promptTokens;
+    const drawn = this.tokens.slice(0, Math.max(0, count));
+    const scores = processLogits(logits, this.sample, bias, prompt, drawn);
+    if (this.allowedFirst === null || count !== 0) return scores;
+    return scores.map((score, token) => (this.allowedFirst.has(token) ? score : -Infinity));
   }
 
   /** Draw the next token and return it; null if the text has ended. */
   next() {
     if (this.finishReason !== null) return null;
     const random = drawUniform(this.sample.seed, this.number, this.tokens.length);
-    const token = sampleToken(this.computeScores(), this.sample, random);
+    const logits = this.reader.read(this.context, this.off);
+    const scores = this.adjust(logits, this.tokens.length);
+    const token = sampleToken(scores, this.sample, random);
     this.tokens.push(token);
     this.update();
     return token;

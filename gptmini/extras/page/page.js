@@ -121,15 +121,7 @@ function repeatsItself(tokens) {
 
 /** Explain what comes after an entry that has `behind` tokens behind it; null if nothing can. */
 function explainNext(entry, behind) {
-  const { promptTokens, tokens, allowedFirst } = continuation;
-  const drawn = tokens.length - behind; // before this place; negative inside the prompt
-  const prompt = drawn < 0 ? promptTokens.slice(0, drawn) : promptTokens;
-  const generated = tokens.slice(0, Math.max(0, drawn));
-  const bias = buildTokenBias(tokenizer, state.sample);
-  const scores = processLogits(entry.logits, state.sample, bias, prompt, generated);
-  if (allowedFirst !== null && drawn === 0) {
-    for (const token of scores.keys()) if (!allowedFirst.has(token)) scores[token] = -Infinity;
-  }
+  const scores = continuation.adjust(entry.logits, continuation.tokens.length - behind);
   return scores.some((score) => score > -Infinity) ? explainFilters(scores, state.sample) : null;
 }
 
@@ -308,41 +300,30 @@ function showTokens() {
   );
 }
 
-/** A slider over a list of values, with its value and a sentence on what it does. */
-function makeSlider(name, values, value, onchange, format) {
-  const output = make("output.number", {}, format(value));
-  const id = `slider-${name}`;
-  const input = make("input", {
-    type: "range",
-    id,
-    min: 0,
-    max: values.length - 1,
-    value: values.indexOf(value),
-    "aria-valuetext": format(value),
-  });
-  input.addEventListener("input", () => {
-    const chosen = values[Number(input.value)];
-    output.textContent = format(chosen);
-    input.setAttribute("aria-valuetext", format(chosen));
-    onchange(chosen);
-  });
-  return { input, output, id };
-}
-
+/** A slider over the values of a filter, with its value and a sentence on what it does. */
 function makeFilterSlider(name, listed) {
   const value = state.sample[name];
   // The value of the run may stand between the others; null, without a filter, comes first or last.
-  const numbers = listed.filter((each) => each !== null);
-  if (value !== null && !numbers.includes(value)) numbers.push(value);
-  numbers.sort((a, b) => a - b);
-  if (listed[0] === null) numbers.unshift(null);
-  if (listed.at(-1) === null) numbers.push(null);
-  const change = (chosen) => {
+  const values = listed.filter((each) => each !== null);
+  if (value !== null && !values.includes(value)) values.push(value);
+  values.sort((a, b) => a - b);
+  if (listed[0] === null) values.unshift(null);
+  if (listed.at(-1) === null) values.push(null);
+  const id = `slider-${name}`;
+  const output = make("output.number");
+  const input = make("input", { type: "range", id, min: 0, max: values.length - 1 });
+  const show = () => {
+    const chosen = values[Number(input.value)];
+    output.textContent = chosen ?? sayText("isOff");
+    input.setAttribute("aria-valuetext", output.textContent);
     state.sample[name] = chosen;
-    if (gpt) updateDraw();
   };
-  const format = (each) => (each === null ? sayText("isOff") : String(each));
-  const { input, output, id } = makeSlider(name, numbers, value, change, format);
+  input.value = values.indexOf(value);
+  show();
+  input.addEventListener("input", () => {
+    show();
+    if (gpt) updateDraw();
+  });
   return make(
     "div",
     {},
