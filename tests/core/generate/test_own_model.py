@@ -116,6 +116,7 @@ def test_one_that_breaks_the_cache_is_told_so_and_generates_without(
     for part in (first, later):  # before it trains, and where it is loaded
         assert part.count("warning: model: computes something else token by token") == 1
     assert problem in first
+    assert not run.model.uses_cache
     text = run.generate("the", max_new_tokens=5, temperature=0)
     tokens = run.encode("the")
     for _ in range(5):
