@@ -13,9 +13,13 @@ GPT2_OWNER = "openai-community"  # of gpt2, gpt2-medium, gpt2-large and gpt2-xl
 
 def open_run(run: Path | None, text: str = "", file: str = "") -> Path:
     """Return a run as `resolve_run` does, or that of a pretrained model, which may be imported."""
-    path, source = locate_run(run)
+    return fetch_run(*locate_run(run), text, file)
+
+
+def fetch_run(path: Path | None, source: str | None, text: str = "", file: str = "") -> Path:
+    """Return the run that `locate_run` located, after importing it if that is needed."""
     if path is None or source is None:
-        return resolve_run(run, text, file)
+        return resolve_run(path, text, file)
     import_once(path, source)
     return path
 

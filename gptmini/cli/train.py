@@ -1,12 +1,9 @@
 """`gptmini train`: train a model on a text, or resume a run.
 
-What can be wrong with the command line is checked before torch is loaded and the text is prepared.
+What is wrong with the settings is said before torch is loaded.
 """
 
-import math
 import time
-from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,16 +23,15 @@ from gptmini.cli.options import (
     build_config,
     choose_out,
     find_run,
+    is_run,
     option,
-    resolve_run,
 )
-from gptmini.cli.pretrained import import_once, locate_run
+from gptmini.cli.pretrained import fetch_run, locate_run
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
-    from gptmini.generate.run import Run
-    from gptmini.plan.plan import Plan
+    from gptmini.train.state import Training
 
 FEW_STEPS = 20  # after which a new model writes noise
 
@@ -70,7 +66,7 @@ def train(
     """
     started = time.perf_counter()
     from gptmini.config.load import find_request
-    from gptmini.data import corpus
+    from gptmini.runs import log
 
     base, source = locate_run(base)
     resumed = None if config is None else find_run(config)
@@ -82,67 +78,40 @@ def train(
     out = out or choose_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
-    is_new = not (out / "config.yaml").exists()
-    if base is not None and source is None and is_new:
-        resolve_run(base)  # answers a wrong name with the nearest
-    for paths in (settings.data.path, settings.data.validation_path or []):
-        if "-" not in paths:
-            corpus.check_paths(paths, settings.data)
-    from gptmini import console
-    from gptmini.generate.run import load_run
-    from gptmini.plan.minutes import FINAL_SAMPLE_SECONDS
-    from gptmini.runs import log
+    log.check_installed(settings.train.log_to)
+    if base is not None and not is_run(out):
+        fetch_run(base, source)
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import loop
     from gptmini.train.group import join_group
 
-    log.check_installed(settings.train.log_to)
-    if base is not None and source is not None and is_new:
-        import_once(base, source)
     with join_group() as group:
         plan = group.make_plan(settings, RunDirectory(out), cache, started)
         trained = loop.train(plan, out, group=group)
-    if not trained or no_sample or group.rank:
-        return
-    run = load_run(out, settings.train.device, cache=cache)
-    end = math.inf
-    if plan.request.steps_follow_minutes and settings.train.minutes is not None:
-        end = started + 60 * settings.train.minutes
-        end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
-    _show_sample(run, plan, end)
-    steps = run.config.train.steps
-    if steps < FEW_STEPS and run.config.base.run is None:
-        option = "--minutes" if plan.request.steps_follow_minutes else "--steps"
-        console.say(
-            f"\n{console.format_count(steps, 'step')}: too few for a model, so this is noise; "
-            f"pass a larger {option}"
-        )
+    if trained is not None and group.rank == 0 and not no_sample:
+        _show_sample(trained)
+
+
+def _show_sample(trained: "Training") -> None:
+    """Print what the model wrote at its best evaluation, and say how to make it write more."""
+    from gptmini.console import format_count, quote, say, stream_to_stdout
+    from gptmini.runs.log import read_metrics
+
+    assert trained.progress.best is not None
+    best = trained.progress.best["step"]
+    for line in read_metrics(trained.run.metrics_file):
+        if line["step"] == best and "sample" in line:
+            say(f"\nsample at step {best}, the best evaluation:\n")
+            stream_to_stdout([line["sample"], "\n"])
+    steps = trained.config.train.steps
+    if steps < FEW_STEPS and trained.config.base.run is None:
+        longer = "--minutes" if trained.steps_follow_minutes else "--steps"
+        made = format_count(steps, "step")
+        say(f"\n{made}: too few for a model, so this is noise; pass a larger {longer}")
         return
     ask = "continue your own prompt with"
     chat = ""
-    if plan.corpus.has_ignored:  # it learned to answer
+    if trained.corpus.has_ignored:  # it learned to answer
         ask = "ask it with"
         chat = "--chat "
-    console.say(f"\n{ask}: gptmini generate {console.quote(out)} {chat}--prompt TEXT")
-
-
-def _show_sample(run: "Run", plan: "Plan", end: float) -> None:
-    """Print what the model writes until a moment of `time.perf_counter`."""
-    from gptmini.console import say, stream_to_stdout
-
-    corpus = plan.corpus
-    question = corpus.read_question() if corpus.has_ignored else []
-    sample = "an answer" if question else "sample"
-    say(f"\n{sample} from the best checkpoint, step {run.step}:\n")
-    special = run.tokenizer.special_tokens.values()
-    shown = run.decode([token for token in question if token not in special])
-    texts = (characters for _, characters in run.start([question]))
-    stream_to_stdout(chain([shown], _take_until(end, texts), ["\n"]))
-
-
-def _take_until(end: float, texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts up to the first that comes after a moment of `time.perf_counter`."""
-    for text in texts:
-        yield text
-        if time.perf_counter() >= end:
-            return
+    say(f"\n{ask}: gptmini generate {quote(trained.run.path)} {chat}--prompt TEXT")

@@ -102,8 +102,8 @@ class ModelConfig(Section):
     bias: bool = False
     """Biases in linear layers and layer norms (GPT-2)."""
     tie_embeddings: bool = True
-    """Share one matrix between the token embedding and the output head; default with Muon: where
-    the risk of overfitting (docs/training.md) is high."""
+    """Share one matrix between the token embedding and the output head; left out, Muon shares it
+    only where the risk of overfitting (docs/training.md) is high."""
     dropout: Fraction | None = None
     """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2
     for small texts, else 0."""
@@ -222,8 +222,8 @@ class TrainConfig(Section):
     muon_lr: Rate = 0.02
     """Peak learning rate of Muon; follows the same schedule as lr."""
     lr: Rate = 2e-3
-    """Peak learning rate of AdamW; default with Muon: 12e-3 where the risk of overfitting is low,
-    else 2e-3."""
+    """Peak learning rate of AdamW; left out, it is 12e-3 beside Muon where the risk of overfitting
+    is low."""
     embed_lr: Rate | None = None
     """Peak learning rate of the token embeddings, by AdamW; null: lr; with Muon and an untied head
     4 lr where the risk of overfitting is low."""
@@ -238,7 +238,7 @@ class TrainConfig(Section):
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Fraction of the steps, at the end, over which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers; nothing else decays. Default with Muon: 0.1
+    """Weight decay of matrices in linear layers; nothing else decays. Left out, it is 0.1 with Muon
     where the risk of overfitting is low, else 1.0."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
     """AdamW's decay rates of the two running averages."""

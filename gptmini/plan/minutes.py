@@ -19,8 +19,6 @@ from gptmini.plan.timing import (
 
 StepAndSeconds = tuple[int, float]  # a step, and the seconds of all updates so far
 
-# Seconds kept for the sample from the best checkpoint, besides those of reading it.
-FINAL_SAMPLE_SECONDS = 2
 # Evaluations, but for the one at the end, take at most this share of the time.
 MAX_EVALUATION_SHARE = 0.05
 MAX_EVALUATIONS = 10
@@ -135,9 +133,8 @@ def _find_nearest(models: tuple[CandidateModel, ...], stated: ModelConfig) -> Ca
 
 def _estimate_updating_seconds(config: Config, seconds: float) -> float:
     """Estimate how many of the seconds left are for updates, before the held-out text is known."""
-    sized = _assume_vocabulary(config)
-    end = _estimate_saving_seconds(sized) + _estimate_final_sample_seconds(sized)
-    return (1 - MAX_EVALUATION_SHARE) * seconds - end
+    saving = _estimate_saving_seconds(_assume_vocabulary(config))
+    return (1 - MAX_EVALUATION_SHARE) * seconds - saving
 
 
 def shorten_rows(config: Config) -> Config:
@@ -218,7 +215,7 @@ def choose_steps(
     evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
     saving = _estimate_saving_seconds(config)
     saves = min(TARGET_SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
-    after_last_step = evaluation + saving + _estimate_final_sample_seconds(config)
+    after_last_step = evaluation + saving
     if "eval_every" in config.train.model_fields_set:
         per_step += evaluation / config.train.eval_every
         evaluations = 1  # the last one
@@ -254,12 +251,6 @@ def _estimate_saving_seconds(config: Config) -> float:
     """Estimate the time of writing a checkpoint."""
     checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * count_parameters(config.model)
     return checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND
-
-
-def _estimate_final_sample_seconds(config: Config) -> float:
-    """Estimate the time of reading the weights of the best checkpoint, and of a sample from it."""
-    weights_share = 4 / CHECKPOINT_BYTES_PER_PARAMETER
-    return FINAL_SAMPLE_SECONDS + weights_share * _estimate_saving_seconds(config)
 
 
 def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
@@ -377,8 +368,7 @@ def compute_steps_for_minutes(
     per_step = (seconds - first_seconds) / (step - first_step)
     evaluation = max(evaluating, estimate_evaluation_seconds(config, per_step, held_out))
     saving = max(saving, _estimate_saving_seconds(config))
-    after_last_step = evaluation + saving + _estimate_final_sample_seconds(config)
-    left = 60 * train.minutes - elapsed - after_last_step
+    left = 60 * train.minutes - elapsed - evaluation - saving
     between_steps = evaluation / train.eval_every + saving / train.save_every
     steps = step + int(left / (per_step + between_steps))
     fewest_without_cooldown = math.ceil((step + 2) / (1 - train.cooldown))

@@ -46,8 +46,8 @@ STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minut
 
 def train(
     plan: Plan, out: Path, own: CustomParts | None = None, group: Group = SINGLE_PROCESS
-) -> bool:
-    """Train a run to its last step, resuming it if it exists; False if it was finished already.
+) -> Training | None:
+    """Train a run to its last step, resuming it if it exists; None if it was finished already.
 
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
@@ -59,13 +59,13 @@ def train(
         create_or_resume(training, plan.request.existing)
         if _is_finished(training):
             say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
-            return False
+            return None
         say_header_lines(training)
         weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
         # A checkpoint holds the weights and up to two moments of each in the optimizer.
         group.on_rank_zero(lambda: run.check_space(3 * weight_bytes))
         log = RunLog(run.path, training.config, training.step) if group.rank == 0 else NoLog()
-        bar = TrainingProgressBar(training.step, training.config.train.steps)
+        bar = TrainingProgressBar(training.step, training.config.train.steps, training.end)
         try:
             with machine.catch_signals() as received:
                 if training.step == 0 and training.config.base.run is not None:
@@ -74,7 +74,7 @@ def train(
         finally:
             bar.close()
             log.close()
-    return True
+    return training
 
 
 def _run_loop(
@@ -233,10 +233,10 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
     if steps > config.train.steps:
         useful = compute_useful_steps(config, training.plan.text_size)
         steps = max(config.train.steps, int(min(steps, useful)))
-    if config.train.minutes and steps != config.train.steps:
+    if steps != config.train.steps:
         training.config = config.with_train(steps=steps)
         training.group.on_rank_zero(lambda: training.run.write_config(training.config))
-        bar.set_steps(steps, config.train.minutes)
+        bar.set_steps(steps)
 
 
 def _is_save_due(training: Training) -> bool:

@@ -116,8 +116,9 @@ def _describe_length(training: Training) -> str:
     train = training.config.train
     epochs = count_epochs(training.config, training.plan.text_size)
     step_tokens = train.batch_size * training.config.seq_len
+    about = "about " if training.steps_follow_minutes else ""
     line = (
-        f"  run       {training.run.path}: {format_count(train.steps, 'step')} x "
+        f"  run       {training.run.path}: {about}{format_count(train.steps, 'step')} x "
         f"{step_tokens:,} tokens = {epochs:.1f} epochs"
     )
     if training.step:

@@ -1,23 +1,26 @@
 """What one sees while a run trains: a bar on a terminal, lines elsewhere."""
 
+import math
 import time
 from typing import Any
 
 from tqdm import tqdm
 
-from gptmini.console import format_count, format_duration, is_interactive, say, say_excerpt
+from gptmini.console import format_duration, is_interactive, say, say_excerpt
 
 
 class TrainingProgressBar:
     """Show the progress of training: a bar on a terminal, otherwise lines.
 
     Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
+
+    `end` is when the minutes end, a time of time.perf_counter().
     """
 
-    def __init__(self, step: int, steps: int) -> None:
+    def __init__(self, step: int, steps: int, end: float = math.inf) -> None:
         self._step = step
         self._steps = steps
-        self._announced_steps = steps
+        self._end = end
         self._first_step = step  # of this command
         self._started = time.perf_counter()
         self._loss = ""
@@ -32,13 +35,10 @@ class TrainingProgressBar:
             disable=not self._on_terminal,
         )
 
-    def set_steps(self, steps: int, minutes: float) -> None:
-        """Change the number of steps, to fit the minutes; a change of more than 2 % gets a line."""
+    def set_steps(self, steps: int) -> None:
+        """Change the number of steps, to fit the minutes."""
         self._steps = steps
         self._bar.total = steps
-        if abs(steps - self._announced_steps) > 0.02 * self._announced_steps:
-            self._announced_steps = steps
-            say(f"  now {format_count(steps, 'step')}, to fit {format_count(minutes, 'minute')}")
 
     def advance(self, loss: float) -> None:
         """Count a step and show its loss."""
@@ -76,6 +76,7 @@ class TrainingProgressBar:
         completed = self._step - self._first_step
         if completed == 0 or self._step >= self._steps:
             return line
-        seconds_per_step = (time.perf_counter() - self._started) / completed
-        seconds_left = seconds_per_step * (self._steps - self._step)
-        return f"{line}  {format_duration(seconds_left)} left"
+        now = time.perf_counter()
+        seconds_per_step = (now - self._started) / completed
+        seconds_left = min(seconds_per_step * (self._steps - self._step), self._end - now)
+        return f"{line}  {format_duration(max(0, seconds_left))} left"

@@ -21,19 +21,26 @@ MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 
 @show_elapsed("writing a sample")
 def generate_sample(training: Training) -> str:
-    """Return what the model would write now; drawing it does not touch the run."""
+    """Return what the model would write now; drawing it does not touch the run.
+
+    A model that learns to answer is asked a question that was held out, which is returned as well.
+    """
     limits = {"max_new_tokens": _limit_sample_tokens(training.config), "overflow": "stop"}
     settings = training.config.sample.model_copy(update=limits)
     model = training.model
     tokenizer = training.corpus.tokenizer
+    context_length = training.config.model.context_length
+    question = training.corpus.read_question()
+    if len(question) + settings.max_new_tokens > context_length:  # the answer must fit as well
+        question = []
     text = Sequence(
         0,
-        encode_start(tokenizer, settings),
-        training.config.model.context_length,
+        question or encode_start(tokenizer, settings),
+        context_length,
         settings,
         build_token_bias(tokenizer, settings),
         tokenizer=tokenizer,
-        allowed_first=allow_any_but_end(tokenizer),
+        allowed_first=None if question else allow_any_but_end(tokenizer),
     )
     model.eval()
     started = time.perf_counter()
@@ -43,7 +50,8 @@ def generate_sample(training: Training) -> str:
             text.decode_token(token)
             if time.perf_counter() - started > seconds:
                 break
-    return text.text
+    special = tokenizer.special_tokens.values()
+    return tokenizer.decode([token for token in question if token not in special]) + text.text
 
 
 def _limit_sample_tokens(config: Config) -> int:

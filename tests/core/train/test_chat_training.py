@@ -182,6 +182,19 @@ def test_a_text_counts_whole_beside_conversations(base, chats, tmp_path):
     assert "of conversations, the answers count" in corpus.format_summary("")
 
 
+def test_a_sample_answers_a_question_that_was_held_out(base, chats, tmp_path):
+    training = start(make_config(base, chats), tmp_path)
+    question = training.corpus.read_question()
+    special = training.corpus.tokenizer.special_tokens.values()
+    asked = training.corpus.tokenizer.decode([token for token in question if token not in special])
+    assert asked
+    drawn = loop.generate_sample(training)
+    answer = load_run(str(base.path), "cpu", "float32", tmp_path).start(
+        [question], max_new_tokens=4, overflow="stop", use_cache=False
+    )
+    assert drawn == asked + answer.finish()[0].text
+
+
 def test_the_command_says_how_to_ask(base, chats, gptmini):
     small = [f"--set=train.{key}={value}" for key, value in TRAIN.items() if value is not None]
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(chats), *small)
