@@ -16,7 +16,6 @@ from gptmini.cli.options import (
     Threads,
     argument,
     build_config,
-    is_text,
     option,
 )
 from gptmini.errors import ConfigError
@@ -63,9 +62,6 @@ def compare(
     configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
     if not finished and not configs:
         configs = [None]
-    for name in configs:
-        if name is not None and Path(name).suffix not in (".yaml", ".yml") and not is_text(name):
-            _check_known(name)
     if finished and configs:
         raise ConfigError(f"{configs[0]}: no finished run, as {finished[0]} is; name one kind")
     train_options = {"--steps": steps, "--minutes": minutes}
@@ -99,17 +95,6 @@ def compare(
         return
     print(found)
     say(f"compare: all figures: {out / 'compare.md'}")
-
-
-def _check_known(name: str) -> None:
-    """Raise ConfigError if this is neither a run directory nor the name of a configuration."""
-    from gptmini.config import load
-
-    try:
-        load.find_config_file(name)
-    except ConfigError as error:
-        problem = str(error).replace("no such configuration", "no such configuration or run", 1)
-        raise ConfigError(problem) from None
 
 
 def _list_variants(

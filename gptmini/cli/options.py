@@ -138,17 +138,16 @@ def build_config(
 
     if base is not None and name is None and not data:
         raise ConfigError(f"--from {base}: on which text? add --data PATH")
-    file = load.DEFAULT_CONFIG_FILE if base is None else None
-    if name is not None and is_text(name):
+    file = None if name is None else find_config(name)
+    if name is not None and file is None:
         if data:
             raise ConfigError(
                 f"{name}: a text, but CONFIG is expected here; repeat --data before each text, or "
                 f"quote a pattern: --data '*.txt'"
             )
         data = [name]
-    elif name is not None:
-        run = find_run(name)
-        file = run / "config.yaml" if run else _find_config(name)
+    if file is None and base is None:
+        file = load.DEFAULT_CONFIG_FILE
 
     overrides = parse_assignments(assignments)
     if data:
@@ -167,18 +166,29 @@ def build_config(
     return load.load_config(file, overrides)
 
 
-def _find_config(name: str) -> Path:
-    """Find the file of a configuration; suggest the nearest run if the name looks like one."""
+def find_config(name: str) -> Path | None:
+    """Find the file of a configuration or a run; None for a text, as --data takes it.
+
+    Of anything else, ConfigError suggests the nearest run if the name looks like one.
+    """
     from gptmini.config import load
 
-    if name.endswith(".py"):  # nanoGPT's are programs, such as config/train_shakespeare_char.py
-        ours = Path(name).stem.removeprefix("train_").replace("_", "-")
+    if run := find_run(name):
+        return run / "config.yaml"
+    path = Path(name)
+    if name == "-" or name.startswith(("builtin:", "hf:")) or set(name) & set("*?["):
+        return None
+    if path.suffix == ".py":  # nanoGPT's are programs, such as config/train_shakespeare_char.py
+        ours = path.stem.removeprefix("train_").replace("_", "-")
         if ours in load.map_config_names():
             raise ConfigError(f"{name}: Python, not a configuration; did you mean {ours}?")
         raise ConfigError(
             f"{name}: Python, not a configuration; write YAML with the keys of gptmini settings, "
             f"or train on the program with --data {name}"
         )
+    is_named = path.suffix in (".yaml", ".yml") or name in load.map_config_names()
+    if path.exists() and not is_named:
+        return None
     try:
         return load.find_config_file(name)
     except ConfigError as error:
@@ -196,20 +206,6 @@ def find_run(name: str) -> Path | None:
     folder = path.parent if path.name == "config.yaml" else path
     files = (folder / "config.yaml", folder / "tokenizer.json")
     return folder if all(file.is_file() for file in files) else None
-
-
-def is_text(name: str) -> bool:
-    """Tell whether the word in the place of a configuration is a text, as --data takes it."""
-    from gptmini.config import load
-
-    if name == "-" or name.startswith(("builtin:", "hf:")):
-        return True
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or name in load.map_config_names() or find_run(name):
-        return False
-    if path.suffix == ".py" and path.is_file():
-        return False
-    return path.exists() or bool(set(name) & set("*?["))
 
 
 def parse_number(text: str) -> int | None:

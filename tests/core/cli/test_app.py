@@ -69,7 +69,7 @@ ERRORS = [
     (["inspect", "--mask", f"cross:2,{DIGITS}"], 2, "9...: unknown mask; use causal, window:N"),
     (["tokenizer", "decode", "byte", DIGITS], 3, "9...: not a token; use numbers from 0 to 256"),
     (["train", "--data", "none.txt"], 3, "none.txt: no such file or directory; check the path, "),
-    (["compare", "none.jsonl"], 2, "none.jsonl: no such configuration or run"),
+    (["compare", "none.jsonl"], 2, "none.jsonl: no such configuration"),
     (["generate"], 4, "runs: no run here"),
     (["generate", "nothere"], 4, "nothere: no run here"),
 ]
