@@ -54,7 +54,7 @@ def main() -> None:
         }
     )
 
-    # 2. The text. A part is held out, a vocabulary is learned from the rest, both become tokens.
+    # 2. The text. One part is held out, the other gives a vocabulary, and both become tokens.
     corpus = prepare_corpus(config)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     print(corpus.format_summary(config.tokenizer.kind).strip())
@@ -115,8 +115,8 @@ def evaluate(model: GPT, corpus: Corpus, config: Config) -> float:
     n_bytes = 0
     model.eval()
     batches = iter_validation_batches(corpus.validation, config.seq_len, batch_size=16)
-    for tokens, targets in batches:  # (B, T) each; every token but the first is a target once,
-        # as windows lie side by side and the text has no conversations, whose questions are masked
+    for tokens, targets in batches:  # (B, T) each
+        # Every target counts, each token once: windows do not overlap, and nothing is masked here.
         nats += model(tokens, targets).item() * targets.numel()
         n_bytes += int(byte_lengths[targets].sum())
     # Per byte, not per token: so models with different vocabularies can be compared.

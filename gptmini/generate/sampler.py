@@ -49,7 +49,7 @@ def sample_tokens(
     """
     while live := [text for text in texts if text.finish_reason is None]:
         last_logits = [logits[-1] for logits in engine(live)]  # (V,) each
-        tokens = engine.draw(last_logits, live)
+        tokens = engine.draw(last_logits, live)  # as filters.draw_tokens does
         for text, logits in zip(live, last_logits, strict=True):
             if text.error is not None:
                 raise text.error

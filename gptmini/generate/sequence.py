@@ -28,8 +28,8 @@ def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
 def allow_any_but_end(tokenizer: Tokenizer) -> Tensor:
     """Mark the tokens that may begin a text, (V,): all but those that would end it at once.
 
-    After the start of a text, a tied head expects that token again, as windows that begin with it
-    are rare in training.
+    After a token that ends texts, a tied head expects the same again: few windows of training begin
+    with one, to teach it otherwise.
     """
     allowed = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
     allowed[[*tokenizer.end_tokens]] = False

@@ -114,8 +114,8 @@ class Attention(nn.Module):
     def mask(self, queries: Tensor, keys: Tensor, made: Masks) -> Tensor | None:
         """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
 
-        Positions are (B, T) and (B, S) where each row has its own: there the layers of a pass share
-        masks, by window, in `made`. A rule on positions goes into `make_mask`, and into the
+        Positions are (B, T) and (B, S) where each row has its own. The layers of a pass then share
+        masks: `made` has them, by window. A rule on positions goes into `make_mask`, and into the
         question below of whether a mask is needed; a bias on the scores goes where ALiBi's is.
         """
         if keys.ndim == 2:

@@ -38,7 +38,7 @@ def wire_induction_head(
 ) -> None:
     """Add what makes an induction head to the embeddings and to head 0 of two layers.
 
-    The same vector, about as long as an embedding, is added to each of them. It is what the queries
+    The same vector, about as long as an embedding, is added to all embeddings. It is what queries
     and keys of the first head read, as "one back" does not depend on the token.
     """
     K = config.head_dim

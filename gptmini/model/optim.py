@@ -94,7 +94,7 @@ def iterate_newton_schulz(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum (Jordan et al. 2024): no direction of a matrix learns faster.
 
-    Three things matter beside torch.optim.Muon. Columns of an update are equally long. Matrices of
+    Three things differ from torch.optim.Muon. Columns of an update are equally long. Matrices of
     one shape are orthogonalized in one batch, which is faster for small ones (scripts/LOG.md:
     Should Muon take matrices one by one?). And it computes in `dtype`, because not every processor
     is fast at bfloat16.

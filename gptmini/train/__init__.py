@@ -1,9 +1,9 @@
 """From a plan to a trained run: the training loop, its checkpoints, and how good a model is.
 
-Read loop.py first, the loop; then step.py (one update), evaluate.py (the loss on held-out text)
-and batches.py (which windows of the text a step reads). state.py says what the loop works on;
-build.py makes that from a plan, checkpoint.py creates, resumes and saves a run. What the user sees
-is in messages.py, progress_bar.py and sample.py.
+Read state.py first, what the loop works on; build.py makes it from a plan. Then read loop.py (the
+loop), step.py (one update), batches.py (which windows of the text a step reads), evaluate.py (the
+loss on held-out text) and checkpoint.py (a run created, resumed, saved). What the user sees is in
+messages.py, progress_bar.py and sample.py.
 
 gradients.py adds those of a step, and group.py has what several processes do otherwise: skip both
 at first. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with fewer KV

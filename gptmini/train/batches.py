@@ -10,7 +10,7 @@ the order alone. It cuts a window's number into two halves of bits and, in each 
 flips bits of one half by a hash of the other, which the same hash would undo: so no two numbers
 become one (a Feistel network).
 
-Letters: B batch, T positions (seq_len).
+Letters: B batch, T positions (seq_len: the context of the model, unless set).
 """
 
 import hashlib
@@ -199,7 +199,7 @@ def _mask_repeated_targets(rows: list[np.ndarray], new_counts: list[int]) -> tup
 def stack_inputs_and_targets(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Stack rows of T + 1 tokens to inputs (B, T) and, one position later, targets (B, T).
 
-    Tokens that are marked as `IGNORED` become IGNORE_INDEX among the targets.
+    Those with the bit `IGNORED`, which chats.py sets, become IGNORE_INDEX among the targets.
     """
     marked = np.stack(list(rows))  # (B, T + 1)
     tokens = torch.from_numpy((marked & ~IGNORED).astype(np.int64))  # (B, T + 1)

@@ -1,11 +1,11 @@
 """The training loop: update, then log, evaluate, save.
 
 Every random number is a hash of the seed and of where it is used: step and micro-batch, text and
-epoch. So a run that was stopped and resumed makes the same weights as one of as many steps that
-never stopped, and nothing random is saved.
+epoch. So nothing random is saved, and a run that is stopped and resumed makes the same weights as
+one that never stops, after as many steps.
 
 Several processes train one model in step: `group` is where they meet. In a single process each of
-its verbs returns its value, calls its function or does nothing.
+its methods returns what it is given, or calls it.
 """
 
 import math

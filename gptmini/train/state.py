@@ -59,17 +59,17 @@ class Training:
     """
 
     # The run, and what was planned for it: `plan.request` is what was asked for, and the settings
-    # of a run that exists; `config` is the plan's until the minutes change it.
+    # of a run that exists. `config` is the plan's until `train.minutes` changes the steps.
     plan: Plan
     config: Config
     run: RunDirectory
     corpus: Corpus
-    compute: Compute
+    compute: Compute  # the device, and the type of its matrix products
     group: Group
     own: CustomParts
     # What an update works on.
     model: GPT
-    compute_loss: Loss
+    compute_loss: Loss  # the model, a CUDA graph of it, or a loss of one's own
     optimizer: Optimizer
     batches: Batches
     micro_batches: list[int]
