@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, option
 from gptmini.cli.pretrained import open_run
 from gptmini.console import say, warn
-from gptmini.errors import ConfigError, is_missing_wing, make_missing_package_error
+from gptmini.errors import ConfigError, is_missing_guest, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _build_page(run: "Run", limits: "Limits") -> bytes | None:
     try:
         from gptmini.extras.page.export import build_served_page
     except ModuleNotFoundError as error:
-        if not is_missing_wing(error):
+        if not is_missing_guest(error):
             raise
         return None
     return build_served_page(run, limits.max_tokens)

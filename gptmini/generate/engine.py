@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptmini.errors import is_missing_wing
+from gptmini.errors import is_missing_guest
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import draw_tokens
 from gptmini.generate.precision import widen_weights
@@ -114,12 +114,12 @@ def open_engine(
     """Open the fastest engine on this machine for up to `n_slots` texts at a time.
 
     `weights` is the precision to compute in, and `cache` the folder of compiled code. Without the
-    wing, or where it has nothing faster, that is PyTorch, for which weights become float32.
+    guest, or where it has nothing faster, that is PyTorch, for which weights become float32.
     """
     try:
         from gptmini.extras.engine import door  # noqa: PLC0415 - the core runs without it
     except ModuleNotFoundError as error:
-        if not is_missing_wing(error):
+        if not is_missing_guest(error):
             raise
         engine = None
     else:

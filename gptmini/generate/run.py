@@ -26,7 +26,7 @@ from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
-from gptmini.errors import ConfigError, DataError, explain_missing_wing
+from gptmini.errors import ConfigError, DataError, explain_missing_guest
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate import precision
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
@@ -314,7 +314,7 @@ class Run:
         try:
             from gptmini.extras.sources import training_text  # noqa: PLC0415 - a door
         except ModuleNotFoundError as error:
-            raise explain_missing_wing("finding copies", error) from None
+            raise explain_missing_guest("finding copies", error) from None
         return training_text.find_copies(self, text, prompt)
 
     def create_text(

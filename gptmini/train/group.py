@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gptmini.errors import MachineError, explain_missing_wing
+from gptmini.errors import MachineError, explain_missing_guest
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import orthogonalize, orthogonalize_one_by_one
 from gptmini.train.gradients import ExactGradients, Gradients
@@ -119,6 +119,6 @@ def join_group() -> Iterator[Group]:
     try:
         from gptmini.extras.parallel import group as parallel  # noqa: PLC0415 - a door
     except ModuleNotFoundError as error:
-        raise explain_missing_wing("training on several processes", error) from None
+        raise explain_missing_guest("training on several processes", error) from None
     with parallel.join_ranks() as group:
         yield group

@@ -1,4 +1,4 @@
-"""Several processes that train one model, started by torchrun. A wing of training.
+"""Several processes that train one model, started by torchrun. A guest of training.
 
 Its door is `join_group` of gptmini/train/group.py: without this folder a model is trained by one
 process.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.errors import ConfigError, DataError, MachineError, explain_missing_wing
+from gptmini.errors import ConfigError, DataError, MachineError, explain_missing_guest
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.precision import round_weights
 from gptmini.generate.run import Run, load_run
@@ -383,9 +383,9 @@ def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
         assert text.tokens[0] not in tokenizer.end_tokens
 
 
-def test_without_the_wing_that_finds_copies_a_line_says_so(run: Run, monkeypatch):
+def test_without_the_guest_that_finds_copies_a_line_says_so(run: Run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gptmini.extras.sources", None)
     with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
         run.find_copies("the ")
-    other = ModuleNotFoundError(name="numpy")  # which the wing needs
-    assert explain_missing_wing("finding copies", other) is other
+    other = ModuleNotFoundError(name="numpy")  # which the guest needs
+    assert explain_missing_guest("finding copies", other) is other

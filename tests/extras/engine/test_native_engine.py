@@ -161,7 +161,7 @@ def test_a_run_that_only_generates_never_has_its_matrices_in_float32(path: Path,
     assert {weight.dtype for weight in stored.parameters()} == {torch.float32}
 
 
-def test_a_package_that_the_wing_needs_and_lacks_is_no_missing_wing(monkeypatch):
+def test_a_package_that_the_guest_needs_and_lacks_is_no_missing_guest(monkeypatch):
     monkeypatch.delitem(sys.modules, "gptmini.extras.engine.door")
     monkeypatch.delattr("gptmini.extras.engine.door")
     monkeypatch.setitem(sys.modules, "ctypes", None)
