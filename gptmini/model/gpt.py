@@ -105,8 +105,8 @@ class GPT(nn.Module):
         """Tokens (B, T) -> logits (B, T, V); with targets (B, T), the loss instead, a scalar.
 
         The loss is the mean cross-entropy of the targets, in nats per token and in float32. Targets
-        below 0 are ignored: they add nothing, but the mean divides by them too. With a cache, the
-        tokens continue those already in it.
+        below 0 are ignored: they add 0 to the sum, which is divided by the number of all targets.
+        With a cache, the tokens continue those already in it.
         """
         if targets is not None:
             return self.compute_loss(tokens, targets)

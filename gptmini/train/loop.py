@@ -231,7 +231,7 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
         )
     )
     if steps > config.train.steps:
-        useful = compute_useful_steps(config, training.plan.text_size)
+        useful = compute_useful_steps(config, training.plan.text_size)  # more overfit
         steps = max(config.train.steps, int(min(steps, useful)))
     if steps != config.train.steps:
         training.config = config.with_train(steps=steps)
