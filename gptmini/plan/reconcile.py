@@ -161,8 +161,8 @@ def check_same_request(
         is_same = asked_now.get(key) == asked_before.get(key) or now[key] == before[key]
         if may_change or is_same:
             continue
-        was = format_value(asked_before.get(key, before[key]))
-        is_now = format_value(asked_now[key]) if key in asked_now else "not set"
+        values = (asked_before.get(key, before[key]), asked_now.get(key))
+        was, is_now = ("not set" if each is None else format_value(each) for each in values)
         lines.append(f"{key}: {was} in {run.path}, now {is_now}")
     if lines:
         raise ConfigError(
