@@ -4,6 +4,7 @@ An attention that reads the KV cache wrongly trains well and writes nonsense. So
 for the same logits token by token and by whole texts, and generates without a cache if they differ.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -39,16 +40,15 @@ def find_own_module(model: GPT) -> str | None:
 
 
 def check_cache(model: GPT) -> None:
-    """Let a model generate without a cache, and say so, if it computes something else with one."""
-    was_training = model.training
-    model.eval()
+    """Let a model generate without a cache, and say so, if it computes something else with one.
+
+    It asks a copy: what a module keeps of a pass in inference mode cannot be trained through.
+    """
     try:
-        difference = _measure_difference(model)
+        difference = _measure_difference(copy.deepcopy(model).eval())
         problem = "" if difference <= TOLERANCE else f"logits differ by {difference:.0%}"
     except Exception as error:  # modules of one's own may raise anything
         problem = f"{type(error).__name__}: {error}"
-    finally:
-        model.train(was_training)
     model.uses_cache = not problem
     if problem:
         warn(

@@ -52,6 +52,17 @@ class Larger(Gated):
         ]
 
 
+class Lazy(Gated):
+    """Makes a tensor in its first pass, and keeps it."""
+
+    scale: Tensor | None = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.ones(self.head_dim)  # (K,)
+        return super().mix(q * self.scale, k, v, cache)
+
+
 def exchange(config: ModelConfig, attention: type[Gated]) -> GPT:
     model = GPT(config)
     for layer, block in enumerate(model.blocks):
@@ -122,6 +133,11 @@ def test_one_that_breaks_the_cache_is_told_so_and_generates_without(
     for _ in range(5):
         tokens.append(int(run.model(torch.tensor([tokens]))[0, -1].argmax()))
     assert text == run.decode(tokens[-5:])
+
+
+def test_one_that_keeps_a_tensor_of_its_first_pass_trains(config):
+    run = package.fit(config, "own", model=lambda config: exchange(config, Lazy))
+    assert run.model.uses_cache
 
 
 def test_the_lines_that_refuse_it_are_python_that_works(gptmini, config, text_file):
