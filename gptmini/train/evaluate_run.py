@@ -166,8 +166,8 @@ def evaluate_held_out(
     if stride in (None, run.config.seq_len):
         kept = read_losses(run.path, split)
         is_kept = kept is not None and kept.whole and kept.step == run.step
-        if not is_kept and _has_best_weights(run):
-            with suppress(OSError):  # a directory that may only be read
+        with suppress(OSError, CheckpointError):  # it is not saved, or may only be read
+            if not is_kept and _has_best_weights(run):
                 write_losses(run.path, split, run.step, texts, run.model, evaluation)
     return evaluation
 

@@ -80,6 +80,16 @@ def test_losses_of_other_weights_or_windows_are_not_kept(text_file, tmp_path):
     assert not (path / "losses-test.json").exists()
 
 
+def test_a_run_that_is_not_saved_is_evaluated_and_keeps_nothing(text_file, tmp_path):
+    path = trained(text_file, tmp_path)
+    saved = gptmini.load(path, "cpu", "float32", tmp_path / "cache")
+    run = gptmini.Run(tmp_path / "new", saved.config, saved.tokenizer, saved.model, saved.state)
+    for split in ("validation", "test"):
+        found = gptmini.evaluate(run, split=split, cache=tmp_path / "cache")
+        assert found.loss == gptmini.evaluate(path, split=split, cache=tmp_path / "cache").loss
+    assert not run.path.exists()
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"step": 3}', '{"nats": ["a"], "tokens": []}'])
 def test_a_damaged_file_counts_as_none(content, tmp_path):
     (tmp_path / "losses-test.json").write_text(content)
