@@ -1,6 +1,5 @@
 """Make a tokenizer from its name or a text, or load a saved one."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -95,11 +94,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"{path}: not a complete tokenizer ({error}); restore it, or make one with gptmini "
             f"tokenizer train"
         ) from None
-
-
-def parse_tokenizer(text: str) -> Tokenizer:
-    """Make the tokenizer that `Tokenizer.to_json` described."""
-    return from_dict(json.loads(text))
 
 
 def from_dict(data: dict[str, Any]) -> Tokenizer:

@@ -19,7 +19,7 @@ from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.chunks import Conversation, Place
-from gptmini.tokenizer.load import create_tokenizer, parse_tokenizer
+from gptmini.tokenizer.load import create_tokenizer, from_dict
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.samples import CHAT_TOKENIZER, TOKENIZER
 from tests.support import gpt2, tiny
@@ -257,7 +257,7 @@ def test_a_new_model_gets_the_tokens_and_the_template_of_chatml(tmp_path, kind):
     found = spell_learned(tokenizer, marked)
     assert set(found[:-1]) == answers
     assert found[-1].startswith("<|endoftext|>plain prose.")  # beside them, prose counts whole
-    again = parse_tokenizer(tokenizer.to_json())
+    again = from_dict(json.loads(tokenizer.to_json()))
     assert again.to_json() == tokenizer.to_json()
     assert again.chat_fingerprint == tokenizer.chat_fingerprint != tokenizer.fingerprint
     assert again.fingerprint != create_tokenizer("byte").fingerprint

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import foreign
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
-from gptmini.tokenizer.load import find_tokenizer, load_tokenizer, parse_tokenizer
+from gptmini.tokenizer.load import find_tokenizer, from_dict, load_tokenizer
 from tests.foreign import ADDED, MAKERS, MENTIONED, ODD, TEXT, tokenizers
 from tests.support import SMALL
 
@@ -173,7 +173,7 @@ def test_the_file_is_kept_and_copies_are_equal(tmp_path):
         file, Path("t.json"), 2000, ["</s>"], chat_template="A", template_tokens={}
     )
     (tmp_path / "t.json").write_text(ours.to_json())
-    copies = [load_tokenizer(tmp_path / "t.json"), parse_tokenizer(ours.to_json())]
+    copies = [load_tokenizer(tmp_path / "t.json"), from_dict(json.loads(ours.to_json()))]
     copies += [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
     for each in copies:
         assert isinstance(each, ForeignTokenizer)
@@ -224,7 +224,7 @@ def test_a_panic_of_the_library_at_a_text_is_an_error_in_one_line():
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(MachineError, match=r"tokenizers .*\[hub\]"):
-        parse_tokenizer(PAIRS["GPT-2"].ours.to_json())
+        from_dict(json.loads(PAIRS["GPT-2"].ours.to_json()))
 
 
 def test_a_new_model_takes_a_file_as_it_came_and_its_run_keeps_it(gptmini, text_file: Path):
