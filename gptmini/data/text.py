@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pydoc_data
+import re
 import secrets
 import shutil
 import stat
@@ -40,9 +41,7 @@ from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_byte
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 # Text that has more in it than its words.
-MARKUP_SUFFIXES = (
-    *(".html", ".htm", ".xhtml", ".ipynb", ".mbox", ".toml", ".yaml", ".yml", ".tsv", ".json"),
-)
+MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
 BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
@@ -297,7 +296,8 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
 
 
 def _has_markup(file: File) -> bool:
-    return file.path.name.lower().removesuffix(file.compression).endswith(MARKUP_SUFFIXES)
+    name = file.path.name.lower().removesuffix(file.compression)
+    return MARKUP.search(name) is not None
 
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:
