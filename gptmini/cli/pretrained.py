@@ -63,7 +63,7 @@ def import_once(path: Path, source: str) -> None:
 
     parsed = parse_source(source)
     if is_run(path):
-        found = RunDirectory(path).read_source()
+        found = RunDirectory(path).read_newest_state().get("source", "")
         wanted = str(parsed.resolve() if isinstance(parsed, Path) else parsed)
         if found != wanted and not found.startswith(f"{wanted}@"):
             raise CheckpointError(

@@ -64,6 +64,7 @@ def _render_table(logged: RunMetrics) -> str:
     rows = []
     for name, lines in logged.items():
         model = configs[name].model
+        is_own = RunDirectory(Path(name)).read_newest_state().get("own_model")
         base = configs[name].base
         attention = f"{model.attention.variant} {model.n_head}:{model.n_kv_head}"
         if model.attention.window:
@@ -73,7 +74,7 @@ def _render_table(logged: RunMetrics) -> str:
         loss, bits = min(losses, default=(None, None))
         cells = {
             "run": name,
-            "parameters": f"{cost.count_parameters(model):,}",
+            "parameters": "own model" if is_own else f"{cost.count_parameters(model):,}",
             "attention": attention,
             "steps": f"{step:,}",
             "tokens": f"{tokens:,}",

@@ -293,14 +293,13 @@ class RunDirectory:
         needed = {newest, best_step, self._list_best_first()[0]}
         return [step for step in steps if step < newest and step not in needed]
 
-    def read_source(self) -> str:
-        """Return what the run was imported from; empty for others and without a checkpoint."""
+    def read_newest_state(self) -> dict[str, Any]:
+        """Return what the newest checkpoint says of the run; empty without one."""
         step = max(self.list_steps(), default=0)
         try:
-            state = read_checkpoint_json(self._get_folder(step) / "state.json")
+            return read_checkpoint_json(self._get_folder(step) / "state.json")
         except CheckpointError:
-            return ""
-        return str(state.get("source", ""))
+            return {}
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""

@@ -33,8 +33,8 @@ class RunSummary:
 
     `step` is the last one that was logged if the run is being trained, else that of the newest
     checkpoint. `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds
-    since 1970. `source` is what the run or its base was imported from. `problem` says why a run
-    cannot be read.
+    since 1970. `source` is what the run or its base was imported from. A model of one's own has
+    `parameters` that only its code knows: None. `problem` says why a run cannot be read.
     """
 
     path: str
@@ -96,6 +96,7 @@ def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> Ru
     step = max(run.list_steps(), default=0)
     if being_trained and metrics:
         step = max(step, metrics[-1]["step"])
+    state = run.read_newest_state()
     losses = select_numbers(metrics, "val_loss", "val_bpb")
     val_loss, val_bpb = losses[-1] if losses else (None, None)
     return RunSummary(
@@ -105,10 +106,10 @@ def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> Ru
         being_trained=being_trained,
         step=step,
         steps=config.train.steps,
-        parameters=count_parameters(config.model),
+        parameters=None if state.get("own_model") else count_parameters(config.model),
         val_loss=val_loss,
         val_bpb=val_bpb,
-        source=run.read_source(),
+        source=str(state.get("source", "")),
         removable=tuple(measure(removed) for removed in removable),
     )
 

@@ -1,5 +1,6 @@
 """A model of one's own: what it must be, what its cache may break, and where it is refused."""
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -164,6 +165,15 @@ def test_the_lines_that_refuse_it_are_python_that_works(gptmini, config, text_fi
     based = RunDirectory(Path("next"))
     assert based.load_config().base.run == "own"
     assert isinstance(package.load("next", model=build).model.blocks[0].attn, Gated)
+
+
+def test_its_parameters_are_not_counted_as_those_of_gptminis_model(gptmini, config):
+    package.fit(config, "runs/own", model=build)
+    (listed,) = json.loads(gptmini("runs", "--json")[1])["runs"]
+    assert (listed["parameters"], listed["step"], listed["problem"]) == (None, 6, "")
+    pytest.importorskip("matplotlib")
+    assert gptmini("plot", "runs/own")[0] == 0
+    assert "own model" in Path("runs/own/plot.html").read_text()
 
 
 def test_what_is_begun_with_a_model_goes_on_with_it(config):

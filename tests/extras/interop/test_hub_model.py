@@ -97,14 +97,15 @@ def test_a_run_remembers_the_commit_that_it_was_imported_from(
     assert rows[1].endswith(f"from {source}")
     # A source is a name that can be imported again, though there is a newer commit.
     assert gptmini("import", source, "--out", "runs/again")[0] == 0
-    assert RunDirectory(Path("runs/again")).read_source() == source
+    assert RunDirectory(Path("runs/again")).read_newest_state()["source"] == source
     # So is the path of a folder, from wherever the command is called.
     (tmp_path / "folder").mkdir()
     for name, content in published.items():
         if "/" not in name:
             (tmp_path / "folder" / name).write_bytes(content)
     assert gptmini("import", "folder", "--out", "runs/from-folder")[0] == 0
-    assert RunDirectory(Path("runs/from-folder")).read_source() == str(tmp_path / "folder")
+    state = RunDirectory(Path("runs/from-folder")).read_newest_state()
+    assert state["source"] == str(tmp_path / "folder")
 
 
 def test_the_name_is_parsed_once(gptmini, local_hub, published, monkeypatch):
@@ -184,7 +185,8 @@ def test_a_gguf_file_is_imported_if_it_is_named_or_the_only_one(gptmini, local_h
     gguf_file = (tmp_path / "my.gguf").read_bytes()
     commit = local_hub.add(NAME, {"tiny-f32.gguf": gguf_file})
     assert gptmini("import", NAME, "--out", "runs/only")[0] == 0
-    assert RunDirectory(Path("runs/only")).read_source() == f"hf:{NAME}@{commit}/tiny-f32.gguf"
+    state = RunDirectory(Path("runs/only")).read_newest_state()
+    assert state["source"] == f"hf:{NAME}@{commit}/tiny-f32.gguf"
     local_hub.add(NAME, {"tiny-f32.gguf": gguf_file, "tiny-q8_0.gguf": b"x", "README.md": b""})
     assert gptmini("import", f"{NAME}/tiny-f32.gguf")[0] == 0
     assert Path("runs/tiny-f32/config.yaml").exists()
