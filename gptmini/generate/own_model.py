@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
@@ -20,21 +21,23 @@ CHECKED_TOKENS = 16
 # A share of the largest logit. Rounding makes 1e-6 of it in float32, and 1e-3 where a GPU
 # multiplies with fewer bits.
 TOLERANCE = 1e-2
+# Of torch, what gptmini's models are built of.
+CLASSES_OF_TORCH = (nn.Embedding, nn.LayerNorm, nn.Linear, nn.ModuleList)
 
 
 def build_own_model(build: Callable[[ModelConfig], GPT], config: ModelConfig) -> GPT:
     """Call the builder that somebody gave; ConfigError if that is none, or returns no GPT."""
-    model = None if isinstance(build, torch.nn.Module) else build(config)
+    model = None if isinstance(build, nn.Module) else build(config)
     if not isinstance(model, GPT):
         raise ConfigError("model: must be a function that takes a ModelConfig and returns a GPT")
     return model
 
 
 def find_own_module(model: GPT) -> str | None:
-    """Name the first module whose class is neither gptmini's nor torch's; None if there is none."""
+    """Name the first module of a class that gptmini's models do not have; None if there is none."""
     for name, module in model.named_modules():
-        package = type(module).__module__.partition(".")[0]
-        if package not in ("gptmini", "torch"):
+        is_written_here = type(module).__module__.startswith("gptmini.")
+        if not is_written_here and type(module) not in CLASSES_OF_TORCH:
             return f"{name or 'the model'} is a {type(module).__name__}"
     return None
 

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -207,7 +208,21 @@ def test_one_that_was_put_together_by_hand_is_saved_as_what_it_is(config):
 
 def test_its_modules_are_known_by_their_classes():
     config = ModelConfig(vocab_size=9, n_layer=2, n_head=4, d_model=32)
-    assert find_own_module(GPT(config)) is None
+    for norm in ("layernorm", "rmsnorm"):
+        assert find_own_module(GPT(config.model_copy(update={"norm": norm}))) is None
     model = build(config).eval()
     assert find_own_module(model) == "blocks.0.attn is a Gated"
     assert type(open_engine(model, 1)) is TorchEngine
+
+
+def test_a_part_of_torchs_modules_is_ones_own_even_if_its_weights_have_the_same_names(config):
+    run = package.fit(config, "plain")
+    for block in run.model.blocks:
+        parts = {"up_proj": block.mlp.up_proj, "bend": nn.Tanh(), "down_proj": block.mlp.down_proj}
+        block.mlp = nn.Sequential(OrderedDict(parts))
+    assert find_own_module(run.model) == "blocks.0.mlp is a Sequential"
+    run.save("own")
+    with pytest.raises(ConfigError, match="own: has a model of its own"):
+        package.load("own")
+    with pytest.raises(ConfigError, match="which no other program computes"):
+        package.export_run(run, "exported")
