@@ -140,6 +140,8 @@ def plan_runs(
     Taking turns spreads other load on the machine over all variants. All see the same number of
     tokens, or train for `train.minutes`, and none stops early.
     """
+    if not configs or seeds < 1:
+        raise ConfigError("compare: needs one variant and one seed at least")
     folders = {name: re.sub(r"[^\w.-]", "", name.replace("/", "-")) for name in configs}
     for name, folder in folders.items():
         if folder.strip(".") == "" or list(folders.values()).count(folder) > 1:

@@ -32,6 +32,9 @@ def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_pat
     for names in (["gqa:2", "gqa2"], [":"], [".."]):
         with pytest.raises(ConfigError, match="names no folder of its own"):
             compare.plan_runs(dict.fromkeys(names, base), 1, tmp_path, {})
+    for names, seeds in (([], 1), (["mha"], 0)):
+        with pytest.raises(ConfigError, match="needs one variant and one seed"):
+            compare.plan_runs(dict.fromkeys(names, base), seeds, tmp_path, {})
 
 
 WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4", "--seeds", "2"]
