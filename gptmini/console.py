@@ -69,7 +69,7 @@ def say_excerpt(text: str) -> None:
         return
     width = min(MAX_EXCERPT_WIDTH, shutil.get_terminal_size().columns - 4)
     line = escape_control_characters(text.replace("\n", "↵").replace("\t", " "))[:width]
-    while measure_width(line) > width:
+    while line and measure_width(line) > width:
         line = line[:-1]
     shown = f"{DIM}{line}{UNMARK}" if shows_colours(sys.stderr) else line
     tqdm.write(f"  {shown}", file=sys.stderr)

@@ -108,3 +108,11 @@ def test_a_strangers_text_reaches_no_terminal_unescaped(capsys):
     assert capsys.readouterr().err == (
         "a file \\x1b[31m\\x07.txt\nwarning: its template says \\x1b]0;owned\\x07\n"
     )
+
+
+def test_an_excerpt_ends_on_a_terminal_of_any_width(monkeypatch, capsys):
+    monkeypatch.setattr(console, "is_interactive", lambda: True)
+    for columns in ("2", "9"):
+        monkeypatch.setenv("COLUMNS", columns)
+        console.say_excerpt("word\u4e2d\u4e2d and more")
+    assert capsys.readouterr().err.splitlines() == ["  ", "  word"]
