@@ -161,7 +161,7 @@ function startCount() {
     started ??= performance.now();
     const seconds = (performance.now() - started) / 1000;
     count += 1;
-    if (count === 1) return sayText("speedOne");
+    if (count === 1) return "";
     return sayText("speed", { count, rate: formatReal((count - 1) / seconds, 0) });
   };
 }

@@ -1,7 +1,7 @@
 // What the page draws with: elements, bars, rows of numbers, maps. It knows nothing of models.
 "use strict";
 
-const SVG_TAGS = new Set(["svg", "path", "line", "circle", "rect", "text", "tspan", "g"]);
+const SVG_TAGS = new Set(["svg", "path", "circle"]);
 
 /** make("p.note", {title: "x", onclick: f, style: {width: "1px"}}, "text", child) is an element.
  *
@@ -112,7 +112,7 @@ function makeRow(id, name, cells, isChosen, choose) {
   );
 }
 
-/** A table of such rows in a box that scrolls sideways, and says so where it does. */
+/** A table of such rows in a box that scrolls. */
 function makeTable(name, columns, rows) {
   const heading = columns.map((column) => make("th", { scope: "col" }, column));
   const table = make(
@@ -121,12 +121,8 @@ function makeTable(name, columns, rows) {
     make("thead", {}, make("tr", {}, heading)),
     make("tbody", {}, rows),
   );
-  const hint = make("p.hint", {}, say("tableScroll"));
-  const box = make("div.scroll", { tabindex: 0, "data-focus": name, "data-scroll": name }, table);
-  new ResizeObserver(() => {
-    hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
-  }).observe(box);
-  return make("div", {}, hint, rove(box));
+  const options = { tabindex: 0, "data-focus": name, "data-scroll": name };
+  return rove(make("div.scroll", options, table));
 }
 
 /** The numbers of a vector as bars around zero; a bar of full height is `scale`. */

@@ -50,17 +50,6 @@ class Tokenizer {
     return this.spacedTokens;
   }
 
-  listTokens() {
-    return Array.from({ length: this.vocabSize }, (_, token) => token);
-  }
-
-  /** The tokens that begin with a space, as a set. */
-  get spaced() {
-    const begins = (token) => this.decodeToken(token)[0] === 32;
-    this.spacedTokens ??= new Set(this.listTokens().filter(begins));
-    return this.spacedTokens;
-  }
-
   /** Encode a text in which the name of a special token is that token. */
   encodeSpecial(text) {
     const special = this.specialTokens;
@@ -400,8 +389,6 @@ class MLP {
       if (this.activation === "relu2") return Math.max(value, 0) ** 2;
       return gelu(value);
     });
-    keep(record, "up", up);
-    if (gate) keep(record, "gate", gate);
     keep(record, "inner", inner);
     return this.downProj.forward(inner, T); // (T, D)
   }
@@ -553,8 +540,6 @@ class Attention {
     let q = this.qProj.forward(x, T);
     let k = this.kProj.forward(x, T);
     const v = this.vProj.forward(x, T);
-    keep(record, "qProjected", q);
-    keep(record, "kProjected", k);
     if (this.qNorm !== null) {
       q = this.qNorm.forward(q);
       k = this.kNorm.forward(k);
@@ -697,10 +682,8 @@ class Block {
     const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
     let mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
     if (isMlpOff(off, this.layer)) mlp = new Float32Array(mlp.length);
-    keep(record, "attnNormed", attnNormed);
     keep(record, "attn", attn);
     keep(record, "middle", middle);
-    keep(record, "mlpNormed", mlpNormed);
     keep(record, "mlp", mlp);
     return add(middle, mlp);
   }
@@ -816,8 +799,6 @@ function keep(entries, name, rows) {
  * the final norm, and logits (V,). Each of `layers` has, in the order of computation:
  *
  *   x (D,)                                     the residual stream before the layer
- *   attnNormed (D,)
- *   qProjected (H, K), kProjected (G, K)
  *   qNormed (H, K), kNormed (G, K)             after QK-norm, or as projected
  *   q (H, K), k (G, K)                         after RoPE, or as normed
  *   v (G, K)
@@ -826,8 +807,6 @@ function keep(entries, name, rows) {
  *   mixed (H, K)                               zeros where a head is off
  *   attn (D,)                                  what attention adds
  *   middle (D,)                                the residual stream after attention
- *   mlpNormed (D,)
- *   up (d_ff,), gate (d_ff,) of swiglu only
  *   inner (d_ff,)                              after the activation
  *   mlp (D,)                                   what the MLP adds
  */
@@ -940,13 +919,6 @@ function findRepetitions(record) {
     if (keys.length) found.push({ entry, keys });
   }
   return found;
-}
-
-/** The `induction` of a head that looks everywhere alike; NaN if nothing repeats. */
-function measureEvenInduction(record) {
-  const repetitions = findRepetitions(record);
-  const share = ({ entry, keys }) => keys.length / (entry.position + 1);
-  return repetitions.reduce((sum, each) => sum + share(each), 0) / repetitions.length;
 }
 
 // -- filters: from logits to one token -----------------------------------------------------------

@@ -9,7 +9,11 @@ const { data, gpt, tokenizer } = openPage(document); // no gpt where the server 
 
 // What the reader chose. Places count from 0 through the tokens that the model reads.
 const state = {
-  sample: null,
+  sample: {
+    ...data.sample,
+    max_new_tokens: Infinity, // the reader stops it
+    overflow: data.sample.overflow === "error" ? "stop" : data.sample.overflow,
+  },
   place: null, // the selected token; null: the last, also of a text that grows
   station: "tokens",
   layer: 0, // drawn large in the path
@@ -19,7 +23,6 @@ const state = {
   key: null, // null: the strongest
   pair: null, // null: that which counts most
   neuron: null, // null: the strongest
-  allKeys: false,
   off: { heads: [], mlps: [], layers: [], attentions: [] },
   hasTyped: false,
 };
@@ -35,15 +38,6 @@ let textBox;
 let written = ""; // what the box held when a text was written into it
 
 // -- what the model computes ---------------------------------------------------------------------
-
-/** Use what the server or the page itself says of the run. */
-function useData() {
-  state.sample = {
-    ...data.sample,
-    max_new_tokens: Infinity, // the reader stops it
-    overflow: data.sample.overflow === "error" ? "stop" : data.sample.overflow,
-  };
-}
 
 /** Read a text as a prompt: nothing of it was drawn. */
 function readText(text) {
@@ -91,7 +85,7 @@ function compute() {
   const rowsBefore = off && explainNext(readers.whole.record[at], T - 1 - at);
   const next = tokens[at + 1] ?? null;
   let heads = null;
-  let even = null;
+  let repeats = null;
   now = {
     gpt: reader.gpt,
     config: reader.gpt.config,
@@ -105,9 +99,7 @@ function compute() {
     before: rowsBefore && mapChances(rowsBefore),
     target: next ?? (rowsBefore ?? rows)?.[0].token ?? findLargest(entry.logits),
     heads: () => (heads ??= summarizeHeads(reader.gpt, readers.whole.record)),
-    // Without a repetition no head is known by what it does with one.
-    evenInduction: () =>
-      (even ??= repeatsItself(tokens) ? measureEvenInduction(readers.whole.record) : NaN),
+    repeats: () => (repeats ??= repeatsItself(tokens)),
   };
 }
 
@@ -127,25 +119,8 @@ function explainNext(entry, behind) {
 
 // -- what the reader does ------------------------------------------------------------------------
 
-function choosePlace(place) {
-  state.place = place;
-  state.key = null;
-  update();
-}
-
-function chooseCell(query, key) {
-  state.place = query;
-  state.key = key;
-  update();
-}
-
-function choosePair(pair) {
-  state.pair = pair;
-  update();
-}
-
-function chooseNeuron(neuron) {
-  state.neuron = neuron;
+function choose(changes) {
+  Object.assign(state, changes);
   update();
 }
 
@@ -322,7 +297,7 @@ function makeFilterSlider(name, listed) {
   show();
   input.addEventListener("input", () => {
     show();
-    if (gpt) updateDraw();
+    if (gpt) update();
   });
   return make(
     "div",
@@ -571,6 +546,7 @@ function update() {
   const scrolled = Array.from(document.querySelectorAll("[data-scroll]"), (box) => [
     box.dataset.scroll,
     box.scrollLeft,
+    box.scrollTop,
   ]);
   compute();
   showControls();
@@ -581,24 +557,13 @@ function update() {
   showKinds();
   showCause();
   showOffBar();
-  for (const [name, left] of scrolled) {
-    const box = document.querySelector(`[data-scroll="${name}"]`);
-    if (box) box.scrollLeft = left;
+  for (const [name, left, top] of scrolled) {
+    document.querySelector(`[data-scroll="${name}"]`)?.scrollTo(left, top);
   }
   if (focused && document.activeElement?.dataset?.focus !== focused) {
     document.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
   updateTime = performance.now() - began;
-}
-
-/** Show what the filters do to the next token: all that a moving slider changes. */
-function updateDraw() {
-  compute();
-  showControls();
-  showExpectation();
-  if (state.station === "draw") showStation();
-  showCause();
-  showOffBar();
 }
 
 /** Show the model on a text, or, where there is none, on one that it writes. */
@@ -615,7 +580,6 @@ function openModel(text) {
   showText();
 }
 
-useData();
 if (gpt) {
   darkMode.addEventListener("change", update);
   openModel(data.prompt || data.held_out);

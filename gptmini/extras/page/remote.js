@@ -127,11 +127,7 @@ async function continueRemotely(signal) {
 function labelRemote(spelled) {
   const bytes = spelled.startsWith("bytes:") ? spelled.split("\\x").slice(1) : null;
   const parts = bytes?.map((byte) => [`‹${byte.toUpperCase()}›`, true]) ?? spellCharacters(spelled);
-  return make(
-    "span.label",
-    {},
-    parts.map(([text, isSymbol]) => (isSymbol ? make("i.symbol", {}, text) : text)),
-  );
+  return make("span.label", {}, markSymbols(parts));
 }
 
 function showRemote() {

@@ -108,7 +108,7 @@ function summarizeFilters() {
       }),
     ),
   );
-  return lines.length ? lines : [make("p.note", {}, say("keptAll"))];
+  return lines;
 }
 
 // -- the path ------------------------------------------------------------------------------------
@@ -135,12 +135,7 @@ function showPath() {
   const { layer: open } = splitStation(state.station);
   if (open !== null) state.layer = open;
   const large = Math.min(state.layer, now.config.n_layer - 1);
-  const guesses = [];
-  const guess = (stream) => {
-    const place = make("small.guess");
-    guesses.push(() => place.append(sayGuess(stream)));
-    return place;
-  };
+  const guess = (stream) => make("small.guess", {}, sayGuess(stream));
   const station = (id, name, info, isOff = false) =>
     make(
       `button.station${isOff ? ".off" : ""}`,
@@ -192,20 +187,6 @@ function showPath() {
   rove(list, (button) => openStation(button.dataset.station, false));
   fill(places.path, list, make("p.note", {}, say("streamHelp", { width: now.config.d_model })));
   fill(places.pathHelp, say("pathHelp", { token: labelAt(now.at) }));
-  writeGuesses(guesses);
-}
-
-const LARGE_HEAD = 1e7; // numbers; a browser multiplies about ten times as many in a blink
-let guessing = null; // a timer
-
-/** Write what the model would say at each layer; with a large head, one after the other. */
-function writeGuesses(guesses) {
-  clearTimeout(guessing);
-  if (now.gpt.head.length < LARGE_HEAD) return guesses.forEach((write) => write());
-  guessing = setTimeout(() => {
-    guesses[0]();
-    if (guesses.length > 1) writeGuesses(guesses.slice(1));
-  });
 }
 
 /** What the model would say if it ended with this stream (D,): "would say the 12 %". */
@@ -262,13 +243,7 @@ function showStation() {
           ]),
       ),
     ),
-    make(
-      "div.row.go",
-      {},
-      go(-1, "previousStation"),
-      make("a.button", { href: "#path" }, say("backToPath")),
-      go(1, "nextStation"),
-    ),
+    make("div.row.go", {}, go(-1, "previousStation"), go(1, "nextStation")),
   );
 }
 
@@ -290,15 +265,16 @@ function makeStep(name, title, fill) {
 
 // -- heads by what they do -----------------------------------------------------------------------
 
-const CLEAR_INDUCTION = 3; // times the weight of a head that looks everywhere alike
+/** The kinds of places that heads are asked about; induction only where the text repeats itself. */
+function listKinds() {
+  return ["previous", "first", "itself", ...(now.repeats() ? ["induction"] : [])];
+}
 
-/** What a head mostly does on this text, in a few words; "" where nothing stands out. */
+/** What a head mostly looks at on this text; "" where nothing stands out. */
 function describeHead(layer, head) {
-  const { previous, first, itself, induction } = now.heads()[layer][head];
-  if (induction > CLEAR_INDUCTION * now.evenInduction()) return sayText("induction");
-  const shares = { previous, first, itself };
-  const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];
-  return share > 0.35 ? sayText(kind) : "";
+  const shares = now.heads()[layer][head];
+  const [kind] = listKinds().sort((a, b) => shares[b] - shares[a]);
+  return shares[kind] > 0.35 ? sayText(kind) : "";
 }
 
 /** A table with a row for each head and a column for each kind of place that it may look at. */
@@ -307,9 +283,8 @@ function showKinds() {
   const heads = now
     .heads()
     .flatMap((row, layer) => row.map((shares, head) => ({ layer, head, shares })));
-  const even = now.evenInduction();
-  const repeats = !Number.isNaN(even);
-  const kinds = ["previous", "first", "itself", ...(repeats ? ["induction"] : [])];
+  const kinds = listKinds();
+  const repeats = now.repeats();
   const rows = heads.map(({ layer, head, shares }) =>
     makeRow(
       `kinds-${layer}-${head}`,
@@ -324,17 +299,12 @@ function showKinds() {
   fill(
     places.kinds,
     make("p", {}, say("kindsHelp")),
-    makeTable(
-      "kinds",
-      ["headWord", ...kinds].map((name) => say(name)),
-      rows,
-    ),
+    makeTable("kinds", [say("toKinds"), ...kinds.map((name) => say(name))], rows),
     make("h3", {}, say("tryHeading")),
     make(
       "p",
       {},
       say("tryRepeat"),
-      repeats ? [" ", ...say("inductionEven", { even: formatPercent(even) })] : "",
       repeats ? [" ", ...say("trySwitch", { head: nameHead(...item) })] : "",
     ),
     make(
@@ -387,12 +357,7 @@ function showOffBar() {
     places.off,
     say("offNow"),
     off.map(([list, item]) =>
-      make(
-        "button",
-        { onclick: () => toggleOff(list, item), title: sayText("switchOn") },
-        nameOff(list, item),
-        " ×",
-      ),
+      make("button", { onclick: () => toggleOff(list, item) }, nameOff(list, item), " ×"),
     ),
     makeChange(),
     make("button", { onclick: switchAllOn, "data-focus": "all-on" }, say("allOn")),

@@ -4,7 +4,7 @@
 // Letters as in model.js; `layer` is a number from 0.
 "use strict";
 
-const MAX_TABLE_ROWS = 10; // keys and neurons; the table of keys can show all
+const MAX_NEURONS = 10; // in the table
 
 // -- tokens as elements --------------------------------------------------------------------------
 
@@ -50,7 +50,11 @@ function spellCharacters(text) {
 }
 
 function spellNodes(token) {
-  return spell(token).map(([text, isSymbol]) => (isSymbol ? make("i.symbol", {}, text) : text));
+  return markSymbols(spell(token));
+}
+
+function markSymbols(pairs) {
+  return pairs.map(([text, isSymbol]) => (isSymbol ? make("i.symbol", {}, text) : text));
 }
 
 function label(token) {
@@ -87,7 +91,7 @@ function makeChip(token, place, group, title) {
       "aria-pressed": String(place === now.at),
       title,
       "data-focus": `${group}-${place}`,
-      onclick: () => choosePlace(place),
+      onclick: () => choose({ place, key: null }),
     },
     spellNodes(token),
   );
@@ -153,19 +157,10 @@ const STATIONS = {
     body: [
       make("p", {}, say("textFacts", countText())),
       make("p", {}, say("tokenNumbers")),
-      make(
-        "table",
-        {},
+      makeBars(
         range(now.T)
           .slice(Math.max(0, now.at - 4), now.at + 5)
-          .map((place) =>
-            make(
-              place === now.at ? "tr.at" : "tr",
-              {},
-              make("th", {}, labelAt(place)),
-              make("td", {}, formatCount(now.tokens[place])),
-            ),
-          ),
+          .map((place) => [labelAt(place), null, formatCount(now.tokens[place])]),
       ),
     ],
     shape: `text → (T,) = (${now.T},)`,
@@ -337,11 +332,7 @@ function showDraw() {
   });
   const needle = make("b.needle", { style: { left: `${100 * random}%` } });
   const values = { random: formatReal(random, 4), token: label(chosen), seed, count };
-  return [
-    make("div.segments", {}, segments, needle),
-    make("div.ends", {}, make("small", {}, "0"), make("small", {}, "1")),
-    make("p", {}, say("drawNumber", values)),
-  ];
+  return [make("div.segments", {}, segments, needle), make("p", {}, say("drawNumber", values))];
 }
 
 // -- attention -----------------------------------------------------------------------------------
@@ -433,7 +424,7 @@ function showAttention(layer) {
 function makeSwitch(isOff, list, item, focus) {
   const press = () => toggleOff(list, item);
   const options = { onclick: press, "aria-pressed": String(isOff), "data-focus": focus };
-  return make("button.switch", options, say(isOff ? "switchOn" : "switchOff"));
+  return make("button", options, say("switchOff"));
 }
 
 function makeHeadTile(layer, head, isChosen) {
@@ -494,7 +485,7 @@ function makeLargeMap(layer, head, key) {
       onpointerleave: () => show(now.at, key),
       onclick: (event) => {
         const [q, k] = find(event);
-        chooseCell(q, canSee(layer, q, k) ? k : null);
+        choose({ place: q, key: canSee(layer, q, k) ? k : null });
       },
       onkeydown: (event) => {
         const steps = {
@@ -505,7 +496,7 @@ function makeLargeMap(layer, head, key) {
         };
         handleKeys(event, steps, ([down, right]) => {
           const q = Math.min(T - 1, Math.max(0, now.at + down));
-          chooseCell(q, Math.min(q, Math.max(0, key + right)));
+          choose({ place: q, key: Math.min(q, Math.max(0, key + right)) });
           fill(places.spoken, places.station.querySelector(".readout").textContent);
         });
       },
@@ -573,19 +564,6 @@ function showScore(q, k) {
     {},
     make("p", {}, say("scorePlain", { sum: make("b", {}, formatReal(sum)) })),
     makeVectors({ [sayText("productVector")]: products }),
-    make("p", {}, say("productsLargest")),
-    make(
-      "ul.products",
-      {},
-      findTop(products, 4).map((i) =>
-        make(
-          "li",
-          {},
-          make("small", {}, `${i}: `),
-          `${formatReal(q[i])} × ${formatReal(k[i])} = ${formatReal(products[i])}`,
-        ),
-      ),
-    ),
   );
 }
 
@@ -603,12 +581,11 @@ function showPosition(layer, head, key, qBefore, kBefore, q, k) {
   const most = findLargest(range(half).map((i) => Math.abs(product(q, k, i))));
   const pair = state.pair ?? most;
   const name = (i) => sayText("ropePair", { pair: i, first: i, second: i + half });
-  const options = range(half).map((i) => {
-    const text = i === most ? sayText("ropePairMost", { pair: name(i) }) : name(i);
-    return make("option", { value: i, selected: i === pair ? "" : null }, text);
-  });
+  const options = range(half).map((i) =>
+    make("option", { value: i, selected: i === pair ? "" : null }, name(i)),
+  );
   const select = make("select", { "data-focus": "pair", "aria-label": name(pair) }, options);
-  select.addEventListener("change", () => choosePair(Number(select.value)));
+  select.addEventListener("change", () => choose({ pair: Number(select.value) }));
   const frequency = attn.frequencies[pair];
   const radius = Math.max(Math.hypot(...pairOf(q, pair)), Math.hypot(...pairOf(k, pair))) || 1;
   const planes = [
@@ -640,7 +617,7 @@ function showPosition(layer, head, key, qBefore, kBefore, q, k) {
   );
 }
 
-/** The table of keys: q·k, scaled, distance, score, weight. */
+/** The table of keys, the strongest first: weight, q·k, scaled, distance, score. */
 function showScores(layer, head, key) {
   const { attn } = now.gpt.blocks[layer];
   const { H, G, K } = attn;
@@ -648,13 +625,9 @@ function showScores(layer, head, key) {
   const at = now.at;
   const weights = weightsOf(at, layer, head);
   const scores = now.entry.layers[layer].scores.subarray(head * (at + 1), (head + 1) * (at + 1));
-  const seen = range(at + 1).filter((k) => canSee(layer, at, k));
-  const strongest = [...seen].sort((a, b) => weights[b] - weights[a] || a - b);
-  const isLong = seen.length > MAX_TABLE_ROWS;
-  const few = new Set([key, ...strongest.slice(0, MAX_TABLE_ROWS)]);
-  const shown = isLong && !state.allKeys ? seen.filter((k) => few.has(k)) : seen;
+  const seen = findTop(weights, at + 1).filter((k) => canSee(layer, at, k));
   const q = now.entry.layers[layer].q;
-  const rows = shown.map((k) => {
+  const rows = seen.map((k) => {
     const raw = dot(q, head * K, now.entries[k].layers[layer].k, g * K, K);
     const numbers = [raw, raw / Math.sqrt(K), scores[k]];
     if (attn.alibiSlopes) numbers.splice(2, 0, -attn.alibiSlopes[head] * (at - k));
@@ -666,25 +639,18 @@ function showScores(layer, head, key) {
         ...numbers.map((x) => formatReal(x)),
       ],
       k === key,
-      () => chooseCell(at, k),
+      () => choose({ place: at, key: k }),
     );
   });
   const columns = [say("key"), say("weight"), "q·k", `÷ √${K}`];
   if (attn.alibiSlopes) columns.push(say("bias"));
   columns.push(say("score"));
-  const rest = seen.filter((k) => !shown.includes(k));
-  const share = rest.reduce((total, k) => total + weights[k], 0);
   const later = now.T - 1 - at;
   const outside = at + 1 - seen.length;
   const notes = [
-    rest.length ? say("otherKeys", { count: rest.length, share: formatPercent(share) }) : null,
     later ? say("laterKeys", { count: later }) : null,
     outside ? say("windowKeys", { count: outside }) : null,
   ];
-  const toggle = () => {
-    state.allKeys = !state.allKeys;
-    update();
-  };
   return make(
     "div",
     {},
@@ -694,13 +660,6 @@ function showScores(layer, head, key) {
       {},
       notes.filter(Boolean).flatMap((note) => [...note, " "]),
     ),
-    isLong
-      ? make(
-          "button",
-          { onclick: toggle, "data-focus": "all-keys" },
-          state.allKeys ? say("fewKeys") : say("allKeys", { count: seen.length }),
-        )
-      : null,
   );
 }
 
@@ -709,24 +668,23 @@ function showCuts(layer, head, key) {
   const names = { query: labelAt(query), key: labelAt(key) };
   const here = [layer, head, query, key];
   const everywhere = [null, null, query, key];
-  const button = (item, name, mended, focus) => {
-    const isCut = isListed("attentions", item);
+  const button = (item, name, focus) => {
     const press = () => {
       state.key = key; // cut, it is the strongest no more, and should stay in view
       toggleOff("attentions", item);
     };
     const options = {
       onclick: press,
-      "aria-pressed": String(isCut),
+      "aria-pressed": String(isListed("attentions", item)),
       "data-focus": focus,
     };
-    return make("button.switch", options, say(isCut ? mended : name, names));
+    return make("button", options, say(name, names));
   };
   return make(
     "div.row",
     {},
-    button(here, "cutHere", "mendHere", "cut"),
-    button(everywhere, "cutAll", "mendAll", "cut-all"),
+    button(here, "cutHere", "cut"),
+    button(everywhere, "cutAll", "cut-all"),
   );
 }
 
@@ -784,7 +742,7 @@ function showMlp(layer) {
   const sizes = measureColumns(down, D, F);
   const order = findTop(
     inner.map((x, n) => Math.abs(x) * sizes[n]),
-    MAX_TABLE_ROWS,
+    MAX_NEURONS,
   );
   const neuron = order.includes(state.neuron) ? state.neuron : order[0];
   const scale = findScale(order.map((n) => inner[n]));
@@ -803,10 +761,10 @@ function showMlp(layer) {
         label(pushed),
       ],
       n === neuron,
-      () => chooseNeuron(n),
+      () => choose({ neuron: n }),
     );
   });
-  const columns = ["neuron", "fires", "firesMost", "pushes"].map((name) => say(name));
+  const columns = ["neuron", "fires", "firesMost", "raises"].map((name) => say(name));
   const over = now.entries.map((entry) => entry.layers[layer].inner[neuron]);
   const most = Math.max(...over.map(Math.abs)) || 1;
   const isOff = isMlpOff(state.off, layer);
@@ -830,7 +788,6 @@ function showMlp(layer) {
         over.map((x) => Math.abs(x) / most),
         (place) => `${place}: ${formatReal(over[place])}`,
       ),
-      make("p.note", {}, say("neuronHelp", { most: formatReal(most, 2) })),
       makeStreamStep(
         now.gpt.blocks[layer].mlpNorm,
         middle,

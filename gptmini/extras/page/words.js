@@ -103,7 +103,6 @@ const WORDS = {
     "{name} removes {count} tokens, {share} of the probability.",
     "{name} 去掉 {count} 个词元，占概率的 {share}。",
   ],
-  keptAll: ["No filter removes a token.", "没有过滤器去掉词元。"],
   alsoSet: ["This run also sets {settings}.", "本模型还设置了 {settings}。"],
 
   // The path.
@@ -114,7 +113,6 @@ const WORDS = {
   ],
   previousStation: ["◂ before", "◂ 上一站"],
   nextStation: ["next ▸", "下一站 ▸"],
-  backToPath: ["▴ path", "▴ 路径"],
   factsHeading: ["Shapes, formula and code", "形状、公式和代码"],
   layerName: ["layer {layer}", "第 {layer} 层"],
   wouldSay: ["would say {top}", "会说 {top}"],
@@ -229,7 +227,6 @@ const WORDS = {
   headName: ["head {head}", "头 {head}"],
   layerHead: ["layer {layer}, head {head}", "第 {layer} 层，头 {head}"],
   switchOff: ["switch off", "关闭"],
-  switchOn: ["switch on", "打开"],
   mapHeading: ["Layer {layer}, head {head}: who looks at whom", "第 {layer} 层，头 {head}：谁看谁"],
   mapHelp: [
     "A row looks, a column is looked at; the darker (in dark mode: the lighter), the more. Colors follow the square root of the weight. Press a cell, or use the arrow keys. Columns run in the order of the rows.",
@@ -258,7 +255,6 @@ const WORDS = {
     "RoPE 把成对的数旋转一个随位置增长的角度，于是乘积取决于距离。",
   ],
   ropePair: ["pair {pair}: numbers {first} and {second}", "第 {pair} 对：数 {first} 和 {second}"],
-  ropePairMost: ["{pair}, which counts most here", "{pair}，此处影响最大"],
   ropeTurn: [
     "at position {place}, turned by {place} × {frequency} = {angle} rad",
     "位置 {place}，旋转 {place} × {frequency} = {angle} 弧度",
@@ -282,27 +278,20 @@ const WORDS = {
     "查询与键逐个数相乘再求和：{sum}。",
   ],
   productVector: ["q·k, product by product", "q·k 的各个乘积"],
-  productsLargest: ["The largest products:", "最大的乘积："],
   tableHeading: ["4. From scores to weights", "4. 从分数到权重"],
   tablePlain: [
     "The sum is divided by √{size} = {root}, keys that must not be seen get −∞, and softmax makes weights that sum to 1.",
     "总和除以 √{size} = {root}，不可见的键得 −∞，softmax 使权重之和为 1。",
   ],
-  tableScroll: ["The table scrolls sideways ⟷", "表格可左右滚动 ⟷"],
   key: ["key", "键"],
   bias: ["distance", "距离"],
   score: ["score", "分数"],
   weight: ["weight", "权重"],
-  allKeys: ["Show all {count} keys", "显示全部 {count} 个键"],
-  fewKeys: ["Show the strongest keys only", "只显示最强的键"],
-  otherKeys: ["Not shown: {count}, with {share} together.", "未显示：{count} 个，合计 {share}。"],
   laterKeys: ["Masked because they come later: {count}.", "因在后面而被掩蔽：{count} 个。"],
   windowKeys: ["Outside the window: {count}.", "在窗口之外：{count} 个。"],
   itself: ["itself", "自己"],
   cutHere: ["cut {query} → {key} in this head", "在此头中切断 {query} → {key}"],
   cutAll: ["cut it in all heads of all layers", "在所有层的所有头中切断"],
-  mendHere: ["mend {query} → {key} in this head", "在此头中恢复 {query} → {key}"],
-  mendAll: ["mend it in all heads of all layers", "在所有层的所有头中恢复"],
   sumHeading: ["5. The weighted sum of the values", "5. 值的加权和"],
   sumPlain: [
     "Each value times its weight, summed over all keys:",
@@ -334,15 +323,9 @@ const WORDS = {
   neuron: ["neuron", "神经元"],
   fires: ["fires", "激活"],
   firesMost: ["most on", "在文中最强处"],
-  pushes: ["raises", "升高"],
   neuronHeading: ["Neuron {neuron} over the text", "神经元 {neuron} 在全文中"],
-  neuronHelp: [
-    "The deeper the color, the more it fires; full color is {most}.",
-    "颜色越深，激活越强；满色为 {most}。",
-  ],
   mlpIsOff: ["This MLP is switched off: it adds nothing.", "这个 MLP 已关闭：什么也不加。"],
 
-  // The KV cache.
   cachePlain: [
     "Keys and values never change, so they are kept for the next token (the KV cache): for each token 2 × {heads} KV heads × {size} = {count} numbers in this layer.",
     "键和值不会再变，所以为下一个词元保留下来（KV 缓存）：本层每个词元 2 × {heads} 个 KV 头 × {size} = {count} 个数。",
@@ -357,11 +340,6 @@ const WORDS = {
   previous: ["previous", "前一个"],
   first: ["first", "第一个"],
   induction: ["induction", "归纳"],
-  headWord: ["head", "头"],
-  inductionEven: [
-    "A head that looks everywhere alike would have {even}.",
-    "对各处一视同仁的头会得到 {even}。",
-  ],
   tryHeading: ["Induction: try it", "归纳：试一试"],
   tryRepeat: [
     "Repeat your text. An induction head finds where the current token stood before, looks at what followed it there, and so continues repetitions: the second half becomes easier, and switching the head off costs it more. A small model does it best on text like its training text.",
@@ -424,7 +402,6 @@ const WORDS = {
     "回答到此为止，因为放不下更多了。",
   ],
   speed: ["{count} tokens, {rate} per second", "{count} 个词元，每秒 {rate} 个"],
-  speedOne: ["1 token", "1 个词元"],
   cameRemotely: ["In the text came {token}: {chance}.", "文本中是 {token}：{chance}。"],
   barsRemotely: [
     "The likeliest tokens, as the server lists them, at temperature 1 and before the filters.",

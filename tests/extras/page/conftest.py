@@ -12,6 +12,7 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[[bytes], Any]]:
     """Opens a page; `opened` is then what model.js found in it. Fails if anything is `wrong`."""
     wrong: list[str] = []
     context = browser.new_context(offline=True)
+    context.set_default_timeout(600_000)  # a busy machine is not a failure
 
     def visit(content: bytes) -> Any:
         file = tmp_path / "page.html"

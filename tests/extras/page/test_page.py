@@ -317,8 +317,6 @@ def test_the_table_of_scores_is_that_of_the_model(visit, shape):
     tab.locator("#station .tile").nth(2).click()
     open_step(tab, "table")
     tab.locator(".scores").wait_for()
-    if tab.locator("[data-focus=all-keys]").count():
-        tab.locator("[data-focus=all-keys]").click()
     rows = tab.locator(".scores tbody tr").all()
     found = {int(row.locator("small").first.inner_text()): row for row in rows}
     head = """([text, at]) => {
@@ -331,6 +329,8 @@ def test_the_table_of_scores_is_that_of_the_model(visit, shape):
         for row in tab.evaluate(head, [PROMPT, 13])
     )
     assert sorted(found) == [k for k, score in enumerate(scores) if score > float("-inf")]
+    order = [float(row.locator("td").first.inner_text()) for row in rows]
+    assert order == sorted(order, reverse=True)
     for key, row in found.items():
         cells = row.locator("td").all_inner_texts()
         assert real(cells[0]) == pytest.approx(weights[key], abs=6e-5)
@@ -345,7 +345,7 @@ def test_the_table_of_scores_is_that_of_the_model(visit, shape):
 def test_the_steps_open_on_the_strongest_other_key(visit):
     tab = opened(visit, random_run())
     found = """range(now.T).slice(1).flatMap((place) => {
-      choosePlace(place);
+      choose({ place, key: null });
       return range(4).map((head) => {
         const weights = weightsOf(place, 1, head);
         const strongest = findLargest(weights.slice(0, place));
@@ -433,7 +433,7 @@ def test_the_induction_head_is_named_by_its_score(visit):
     tab.locator("#kinds > summary").click()
     tab.locator("textarea").fill("abc")
     columns = tab.locator(".kinds thead th")
-    assert columns.all_inner_texts() == ["head", "previous", "first", "itself"]
+    assert columns.all_inner_texts() == ["heads", "previous", "first", "itself"]
     tab.locator("textarea").fill(PROMPT)
     assert columns.count() == 4  # words come twice in it, but it does not repeat itself
     tab.get_by_role("button", name="Repeat my text").click()

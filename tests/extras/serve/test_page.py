@@ -22,7 +22,8 @@ from tests.extras.serve.serving import alone, serving
 from tests.samples import CHAT_TOKENIZER, TOKENIZER, run_of
 from tests.support import HOSTILE, bpe_file
 
-HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
+TIMEOUT = 600  # seconds, for a busy machine is not a failure
+HTTP = httpx.Client(timeout=TIMEOUT)
 PROMPT = "the quick brown"
 
 
@@ -62,6 +63,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens a served page; fails if anything is `wrong`, or asks others than the server."""
     wrong: list[str] = []
     context = browser.new_context(viewport={"width": 390, "height": 844})
+    context.set_default_timeout(1000 * TIMEOUT)
     asked: list[str] = []
 
     def note(message: Any) -> None:
@@ -85,7 +87,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 def wait_until(tab: Any, condition: str) -> None:
-    tab.wait_for_function(f"() => {condition}", timeout=30_000)
+    tab.wait_for_function(f"() => {condition}")
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -307,6 +309,7 @@ def test_a_tokenizer_that_the_page_cannot_run_stays_with_the_server(run: Run, vi
 def test_a_browser_asks_for_the_key_and_then_all_is_there(talking: Run, browser: Any):
     with serving(talking, "sesame", page=page_of(talking)) as url:
         context = browser.new_context(http_credentials={"username": "", "password": "sesame"})
+        context.set_default_timeout(1000 * TIMEOUT)
         tab = context.new_page()
         tab.goto(url)
         assert tab.locator(".first .chip").count() > 5
