@@ -2,7 +2,6 @@
 
   all        those whose figures pages have; keep their runs, and rewrite the tables
 
-  attention  a layer by variant, length and window: training, decoding, cache
   first      the commands of the README
   generate   tokens per second beside transformers on the same weights
   gpu        training and generation on a GPU, beside nanoGPT
@@ -33,7 +32,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
 # Each is imported only when it runs, as what it needs differs.
 BENCHMARKS = (
-    "attention",
     "first",
     "generate",
     "gpu",

@@ -28,7 +28,6 @@ from gptmini.files import atomic_write_bytes
 # The minutes that each takes on two cores of a Xeon with AMX, quick and full.
 MINUTES: dict[str, tuple[float, float]] = {
     "first": (3, 3),
-    "attention": (1, 1),
     "memory": (1, 1),
     "processes": (3, 4),
     "generate": (8, 25),
