@@ -18,7 +18,8 @@ body { margin: 0 auto; max-width: 75rem; padding: 1.2rem 1rem 3rem; overflow-wra
        background: light-dark(#f6f4ef, #111316); }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .7rem; }
 h1, h2 { line-height: 1.25; } .note, footer, summary { color: var(--soft); font-size: .9rem; }
-.scroll { overflow-x: auto; } summary { cursor: pointer; } footer { margin-top: 2rem; }
+.scroll { overflow-x: auto; margin-bottom: 1rem; } summary { cursor: pointer; }
+footer { margin-top: 2rem; }
 table { border-collapse: collapse; font-size: .9rem; overflow-wrap: normal; }
 th, td { text-align: right; padding: .2rem .8rem .2rem 0; font-variant-numeric: tabular-nums; }
 th { color: var(--soft); border-bottom: 1px solid var(--line); } td { white-space: nowrap; }
@@ -48,11 +49,10 @@ def render_page(title: str, introduction: str, parts: list[str]) -> bytes:
     return page.encode(errors="replace")  # the name of a file may be any bytes
 
 
-def render_table(head: list[str], rows: list[list[str]], heading: str = "", note: str = "") -> str:
+def render_table(head: list[str], rows: list[list[str]]) -> str:
     """Render a table of texts."""
     lines = [_render_row("th", head), *(_render_row("td", row) for row in rows)]
-    table = f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-    return f'{_render_heading(heading)}{table}<p class="note">{_escape(note)}</p>\n'
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>\n'
 
 
 def render_picture(svg: bytes, description: str) -> str:
@@ -71,11 +71,7 @@ def render_samples(samples: list[tuple[str, str]], heading: str) -> str:
             f"<details{state}><summary>{_escape(title)}</summary>"
             f"<pre>\n{_escape(text)}</pre></details>\n"
         )
-    return _render_heading(heading) + "".join(shown)
-
-
-def _render_heading(heading: str) -> str:
-    return f"<h2>{_escape(heading)}</h2>\n" if heading else ""
+    return f"<h2>{_escape(heading)}</h2>\n" + "".join(shown)
 
 
 def _render_row(tag: str, cells: list[str]) -> str:

@@ -92,7 +92,7 @@ def estimate_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) 
 
     With two seeds or more in common, only those count, as pairs.
     """
-    pairs = subtract_pairs(ours, theirs)
+    pairs = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if len(pairs) > 1:
         return Estimate(fmean(pairs), (_compute_variance(pairs),), (len(pairs),))
     sides = [list(ours.values()), list(theirs.values())]
@@ -105,11 +105,6 @@ def estimate_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) 
 
 def _compute_variance(figures: list[float]) -> float:
     return float(np.var(figures, ddof=1))
-
-
-def subtract_pairs(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Return the differences of the figures whose seeds both have."""
-    return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
 
 
 def compute_p_value(estimate: Estimate) -> float:

@@ -1,13 +1,12 @@
 """Pictures of attention weights and masks."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from gptmini.cli import attention_maps
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import ConfigError
 from gptmini.figures import plots
 from tests.core.generate.samples import TOKENS, model_of
 
@@ -60,9 +59,3 @@ def test_many_tokens_leave_no_room_for_numbers():
     pytest.importorskip("matplotlib")
     weights = torch.ones(1, 1, 13, 13).tril().numpy()
     assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
-
-
-def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MachineError, match=r"pip install -e '.\[plot\]'"):
-        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")
