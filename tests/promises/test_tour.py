@@ -71,12 +71,10 @@ def test_the_nine_steps_are_attention_with_several_heads():
     torch.testing.assert_close(names["result"], names["split"])
 
 
-def test_every_chapter_has_a_picture_and_a_question_and_is_listed():
+def test_every_chapter_has_a_picture_and_a_question():
     text = TOUR.read_text()
     chapters = [name for name in list_chapters() if name[0].isdigit()]
     assert len(chapters) == 16
-    for chapter in chapters:
-        assert f". [{chapter.partition('. ')[2]}](#" in text
     pictures = re.findall(r"^!\[.+\]\(\.\./data/tour/(\d+)-\w+\.png\)$", text, re.MULTILINE)
     assert pictures == [str(number) for number in range(17)]  # the first shows the whole path
     assert text.count("\nWhere we are") == 10  # the same for chapters 3 to 9
