@@ -116,13 +116,6 @@ def padding_mask(lengths: Tensor, S: int, side: Literal["left", "right"] = "righ
     return ((places >= 0) & (places < lengths[:, None]))[:, None, :]
 
 
-def causal_padding_mask(
-    lengths: Tensor, T: int, side: Literal["left", "right"] = "right"
-) -> Tensor:
-    """(B, T, T): both causal and padding."""
-    return causal_mask(T) & padding_mask(lengths, T, side)
-
-
 def cross_mask(lengths: Tensor, T: int, S: int) -> Tensor:
     """(B, T, S): T queries on S keys of another sequence with rows of lengths (B,)."""
     return padding_mask(lengths, S).expand(-1, T, S)

@@ -1,26 +1,27 @@
-"""docs/from-python.md: its programs run, one after the other, as a reader would run them."""
+"""docs/from-python.md and own-attention.md: their programs run in order, as a reader runs them."""
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.support import ROOT
 
-PAGE = ROOT / "docs" / "from-python.md"
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_every_program_of_the_page_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("page", "runs"),
+    [
+        ("from-python", ["by-hand", "counting", "my", "sgd", "smooth", "taught"]),
+        ("own-attention", ["attentions", "differential"]),
+    ],
+)
+def test_every_program_of_the_page_runs(page, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    programs = PROGRAM.findall(PAGE.read_text())
-    assert len(programs) == 7
+    Path("my.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     names: dict[str, object] = {}
-    for number, program in enumerate(programs, 1):
-        exec(compile(program, f"{PAGE.name}, program {number}", "exec"), names)
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        "by-hand",
-        "counting",
-        "my",
-        "sgd",
-        "smooth",
-        "taught",
-    ]
+    for number, program in enumerate(PROGRAM.findall((ROOT / f"docs/{page}.md").read_text()), 1):
+        few = program.replace('"steps": 200', '"steps": 4').replace("seeds=3", "seeds=2")
+        exec(compile(few, f"{page}.md, program {number}", "exec"), names)
+    assert sorted(path.name for path in Path("runs").iterdir()) == runs

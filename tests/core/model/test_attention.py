@@ -16,21 +16,20 @@ from gptmini.model.cache import KVCache, LayerCache, NoCache
 from gptmini.model.layers import Rotary
 
 
-def by_the_book(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention one query head and one position at a time, straight from the definition."""
-    B, H, T, K = q.shape
-    G, S = k.shape[1], k.shape[2]
-    out = torch.zeros(B, H, T, v.shape[-1], dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            g = h // (H // G)
-            for t in range(T):
-                sees = S - T + t + 1 if causal else S
-                scores = [float(q[b, h, t].double() @ k[b, g, s].double()) for s in range(sees)]
-                weights = [math.exp(score / math.sqrt(K)) for score in scores]
-                for s, weight in enumerate(weights):
-                    out[b, h, t] += weight / sum(weights) * v[b, g, s].double()
+def by_the_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention of each head and query under a bias (B, H, T, S) on its scores, one by one."""
+    share = q.shape[1] // k.shape[1]
+    out = torch.zeros(*q.shape[:3], v.shape[-1])
+    for b, h, t in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        seen = bias[b, h, t] > -torch.inf
+        scores = k[b, h // share, seen] @ q[b, h, t] / math.sqrt(q.shape[-1]) + bias[b, h, t, seen]
+        out[b, h, t] = scores.softmax(0) @ v[b, h // share, seen]
     return out
+
+
+def make_bias(mask: Tensor) -> Tensor:
+    """What hides the same keys as a mask, added to scores."""
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
 
 WHOLE = NoCache(torch.device("cpu"))  # texts are read whole
@@ -55,7 +54,8 @@ def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     mask = make_mask(torch.arange(S - T, S), torch.arange(S))
     mask = mask if causal else torch.ones_like(mask)
     found = attend(q, k, v, mask, backend=backend)
-    torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
+    expected = by_the_bias(q, k, v, make_bias(mask).expand(2, H, T, S))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
@@ -123,31 +123,11 @@ def test_a_query_that_sees_no_key_gets_zeros_and_gives_no_gradient(T, backend):
     mask[1, 0, -1] = False
     mixed = attend(*leaves, mask, backend=backend)
     assert not mixed[1, :, -1].any()
-    expected = torch.stack([by_the_mask(*(leaf[b] for leaf in leaves), mask[b, 0]) for b in (0, 1)])
+    expected = by_the_bias(*leaves, make_bias(mask).expand(2, 4, T, 5))
     torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=1e-5)
     mixed.square().sum().backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
     assert not leaves[0].grad[1, :, -1].any()
-
-
-def by_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of each query on the keys that it sees, and on no others; heads come first."""
-    rows = []
-    for t, seen in enumerate(mask):
-        scores = k[:, seen] @ q[:, t, :, None] / math.sqrt(q.shape[-1])  # (H, seen, 1)
-        rows.append((scores.softmax(1) * v[:, seen]).sum(1))
-    return torch.stack(rows, 1)
-
-
-def by_the_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention of each head and query under a bias (B, H, T, S) on its scores, one by one."""
-    share = q.shape[1] // k.shape[1]
-    out = torch.zeros(*q.shape[:3], v.shape[-1])
-    for b, h, t in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        seen = bias[b, h, t] > -torch.inf
-        scores = k[b, h // share, seen] @ q[b, h, t] / math.sqrt(q.shape[-1]) + bias[b, h, t, seen]
-        out[b, h, t] = scores.softmax(0) @ v[b, h // share, seen]
-    return out
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
@@ -165,7 +145,7 @@ def test_a_mask_may_be_a_bias_and_differ_between_heads(H, G, T, shape, backend, 
     if T == 1:
         bias[..., 3] = 1.0
     given = bias if kind == "bias" else bias > -torch.inf
-    meant = bias if kind == "bias" else torch.zeros_like(bias).masked_fill(~given, -torch.inf)
+    meant = bias if kind == "bias" else make_bias(given)
     expected = by_the_bias(q, k, v, meant.expand(B, H, T, S))
     found = attend(q.requires_grad_(), k, v, given, backend=backend)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -181,19 +161,6 @@ def test_dropout_acts_on_weights_under_a_bias():
     dropped = attend(q, k, torch.ones(1, 2, 500, 8), bias, dropout=0.5)
     assert (dropped - 1).abs().max() < 0.5
     assert (dropped != 1).all()
-
-
-@pytest.mark.parametrize("G", [1, 2, 4])
-def test_eager_and_fused_attention_have_the_same_gradients(G):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, G, 7, 8), torch.randn(2, G, 7, 8)
-    both = []
-    for backend in ("sdpa", "eager"):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        attend(*leaves, backend=backend).square().sum().backward()
-        both.append([leaf.grad for leaf in leaves])
-    for fused, plain in zip(*both, strict=True):
-        torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_bfloat16_training_on_a_cpu_is_eager_and_agrees_with_float32():
@@ -230,25 +197,6 @@ def config_of(variant: str, n_kv_head: int | None = None) -> ModelConfig:
             "attention": {"variant": variant, "n_kv_head": n_kv_head},
         }
     )
-
-
-def test_gqa_is_mha_with_equal_heads_in_a_group():
-    torch.manual_seed(0)
-    grouped, full = Attention(config_of("gqa", 2)), Attention(config_of("mha"))
-    full.q_proj.weight.data, full.o_proj.weight.data = grouped.q_proj.weight, grouped.o_proj.weight
-    for name in ("k_proj", "v_proj"):
-        heads = getattr(grouped, name).weight.view(2, 8, 32)
-        getattr(full, name).weight.data = heads.repeat_interleave(2, dim=0).reshape(32, 32)
-    x = torch.randn(2, 9, 32)
-    torch.testing.assert_close(grouped(x, None, WHOLE), full(x, None, WHOLE))
-
-
-@pytest.mark.parametrize(("variant", "kv_heads"), [("mha", 4), ("mqa", 1)])
-def test_gqa_has_mha_and_mqa_at_its_ends(variant, kv_heads):
-    grouped, plain = Attention(config_of("gqa", kv_heads)), Attention(config_of(variant))
-    plain.load_state_dict(grouped.state_dict())
-    x = torch.randn(2, 9, 32)
-    assert torch.equal(grouped(x, None, WHOLE), plain(x, None, WHOLE))
 
 
 def test_the_cache_grows_with_the_number_of_kv_heads():
