@@ -45,6 +45,7 @@ def test_masks_are_what_they_look_like():
     def rows(mask: Tensor) -> list[str]:
         return ["".join(".x"[int(cell)] for cell in row) for row in mask]
 
+    assert rows(m.global_mask(4, 1, 2)) == ["x...", "xx..", "xxx.", "xx.x"]
     lengths = torch.tensor([3, 1])
     assert [rows(row) for row in m.padding_mask(lengths, 4)] == [["xxx."], ["x..."]]
     assert [rows(row) for row in m.padding_mask(lengths, 4, "left")] == [[".xxx"], ["...x"]]
