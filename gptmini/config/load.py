@@ -171,6 +171,8 @@ def find_config_file(name: str) -> Path:
     known = map_config_names()
     if name in known:
         return known[name]
+    if "=" in name:
+        raise ConfigError(f"{name}: not a configuration; each setting needs --set before it")
     raise ConfigError(f"{name}: no such configuration; {_suggest_nearest(name, known)}")
 
 

@@ -65,20 +65,24 @@ def _read_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
         raise DataError(f"{where}: not an object with role and content; fix the line")
     fields = {name: value for name, value in message.items() if value is not None}
-    names = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
-    role, content = (fields.pop(name, None) for name in names)
+    is_sharegpt = "from" in fields and "role" not in fields
+    role_name, content_name = ("from", "value") if is_sharegpt else ("role", "content")
+    role = fields.pop(role_name, None)
+    content = fields.pop(content_name, None)
     if fields:
         raise DataError(f"{where}.{shorten(next(iter(fields)))}: {UNSUPPORTED}")
-    if names[0] == "from" and isinstance(role, str):
+    if is_sharegpt and isinstance(role, str):
         role = SHAREGPT_ROLES.get(role, role)
     if role not in ROLES:
         problem = "missing" if role is None else f"{role!r:.40}"
-        raise DataError(f"{where}.role: {problem}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        raise DataError(
+            f"{where}.{role_name}: {problem}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+        )
     if not isinstance(content, str):
         problem = "missing" if content is None else f"{content!r:.40}, not text"
-        raise DataError(f"{where}.content: {problem}; fix or remove the line")
+        raise DataError(f"{where}.{content_name}: {problem}; fix or remove the line")
     if not content.strip() and role in ("user", "assistant"):
-        raise DataError(f"{where}.content: empty; fix or remove the line")
+        raise DataError(f"{where}.{content_name}: empty; fix or remove the line")
     return {"role": role, "content": content}
 
 

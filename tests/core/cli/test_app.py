@@ -18,6 +18,7 @@ DIGITS = "9" * 5000  # more than Python converts
 ERRORS = [
     (["train", "nothere"], 2, "nothere: no such configuration"),
     (["train", "nothere.yaml"], 2, "nothere.yaml: no such file"),
+    (["train", "--set", "train.steps=2", "train.seed=1"], 2, "each setting needs --set before it"),
     (
         ["train", "--set", "train.stepz=3"],
         2,

@@ -113,12 +113,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\]\.content: missing"),
     ({"messages": [ASK, {**ANSWER, "content": None}]}, r"messages\[1\]\.content: missing"),
     ({"messages": [ASK, {**ANSWER, "content": [1]}]}, r"\.content: \[1\], not text"),
+    ({"conversations": [{"from": "human", "value": 5}]}, r"conversations\[0\]\.value: 5, not text"),
     ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"messages\[1\]\.content: empty"),
     ({"messages": [ASK, {**ANSWER, "content": "\ud800"}]}, "half a character"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": [1]}]}, r"messages\[1\]\.tool_calls: not supp"),
     ({"messages": [ASK, {**ANSWER, "weight": 0}]}, r"messages\[1\]\.weight: not supported"),
     ({"messages": [ASK, ANSWER], "tools": [{}]}, "tools: not supported"),
-    ({"conversations": [{"from": "tool", "value": "Hi"}]}, r"conversations\[0\]\.role: 'tool'"),
+    ({"conversations": [{"from": "tool", "value": "Hi"}]}, r"conversations\[0\]\.from: 'tool'"),
     ({"conversations": SHAREGPT, "tools": "[]"}, "tools: not supported"),
 ]
 
