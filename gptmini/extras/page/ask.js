@@ -79,11 +79,10 @@ function makeChat() {
       makePlace("send", "button.main", {
         onclick: () => (chat.running ? chat.running.abort() : sendMessage()),
       }),
-      makePlace("newChat", "button", { onclick: startChat }),
+      makePlace("newChat", "button", { onclick: startChat }, say("newChat")),
       makePlace("chatNote", "small"),
     ),
   );
-  fill(places.newChat, say("newChat"));
   showChat();
   return card;
 }

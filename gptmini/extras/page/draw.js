@@ -138,37 +138,29 @@ function drawVector(vector, scale) {
   );
 }
 
-/** A named vector: bars, what they stand for and, on demand, each number. */
-function makeVector(name, vector, scale) {
-  const facts = say("vectorFacts", {
-    count: vector.length,
-    length: formatReal(measureLength(vector)),
-    scale: formatReal(scale, 2),
-  });
-  return make(
-    "figure.numbers",
-    {},
-    make("figcaption", {}, make("b", {}, name), " ", make("small", {}, facts)),
-    drawVector(vector, scale),
-    // The numbers of a long vector are written when somebody asks for them.
-    makeFold(say("eachNumber"), () =>
+/** Named vectors of one kind, on one scale: bars, what they stand for and, on demand, each number. */
+function makeVectors(entries) {
+  const scale = findScale(...Object.values(entries));
+  return Object.entries(entries).map(([name, vector]) => {
+    const facts = say("vectorFacts", {
+      count: vector.length,
+      length: formatReal(measureLength(vector)),
+      scale: formatReal(scale, 2),
+    });
+    const listNumbers = () =>
       make(
         "div.list",
         {},
         Array.from(vector, (x, i) => make("span", {}, make("small", {}, `${i} `), formatReal(x))),
-      ),
-    ),
-  );
-}
-
-/** Vectors of one kind, on one scale, which the reader is told. */
-function makeVectors(entries) {
-  const scale = findScale(...Object.values(entries));
-  return make(
-    "div.vectors",
-    {},
-    Object.entries(entries).map(([name, vector]) => makeVector(name, vector, scale)),
-  );
+      );
+    return make(
+      "figure",
+      {},
+      make("figcaption", {}, make("b", {}, name), " ", make("small", {}, facts)),
+      drawVector(vector, scale),
+      makeFold(make("small", {}, say("eachNumber")), listNumbers),
+    );
+  });
 }
 
 /** What opens when its title is pressed; `fill` makes the content then. */

@@ -21,7 +21,6 @@ const state = {
   head: 0, // shown in the stations of attention,
   headLayer: null, // of this layer, if one was chosen
   key: null, // null: the strongest
-  pair: null, // null: that which counts most
   neuron: null, // null: the strongest
   off: { heads: [], mlps: [], layers: [], attentions: [] },
   hasTyped: false,
@@ -134,7 +133,6 @@ function openHead(layer, head, moves = false) {
 /** Open a station; `moves` the window to it, where it does not stand beside the drawing. */
 function openStation(id, moves = true) {
   state.station = id;
-  state.pair = null;
   state.neuron = null;
   update();
   const { top, bottom } = places.station.getBoundingClientRect();
@@ -368,23 +366,9 @@ function makeNavigation(parts) {
     };
     return make("a", { href: `#${id}`, onclick: open }, say(words));
   });
-  const { classList } = document.documentElement;
-  const size = make(
-    "button",
-    {
-      "aria-pressed": String(classList.contains("large")),
-      onclick: () => size.setAttribute("aria-pressed", String(classList.toggle("large"))),
-    },
-    say("large"),
-  );
   const other = language === "zh" ? "en" : "zh";
-  const switchOver = () => switchLanguage(other);
-  const languages = make(
-    "button",
-    { id: "language", lang: other, onclick: switchOver },
-    LANGUAGES[other],
-  );
-  return make("nav.row", {}, links, make("div.row", {}, size, languages));
+  const options = { id: "language", lang: other, onclick: () => switchLanguage(other) };
+  return make("nav.row", {}, links, make("button", options, LANGUAGES[other]));
 }
 
 /** The name of the run, and one sentence. */
@@ -415,8 +399,8 @@ function makeSettings() {
     make(
       "div",
       {},
-      makePlace("filters", "div.removed", { "aria-live": "polite" }),
       make("div.bars", {}, makeFilterSliders(), makeSeedField()),
+      makePlace("filters", "div.removed", { "aria-live": "polite" }),
       others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
     ),
   );
@@ -424,8 +408,21 @@ function makeSettings() {
 }
 
 /** An element that is filled again and again. */
-function makePlace(name, tag, options = {}) {
-  return (places[name] = make(tag, options));
+function makePlace(name, tag, options = {}, ...children) {
+  return (places[name] = make(tag, options, ...children));
+}
+
+/** The text, what one can do with it, and its tokens. */
+function makeTextCard(...parts) {
+  return make(
+    "section.card",
+    { id: "top" },
+    make("label", { for: "text" }, make("h2", {}, say("yourText"))),
+    parts,
+    makePlace("tokensHeading", "h3"),
+    makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
+    makePlace("tokensHelp", "p.note"),
+  );
 }
 
 /** The box of the text, with the text that it had. */
@@ -459,14 +456,14 @@ function readBox(text) {
 /** Build everything that stays while text and choices change. */
 function buildPage() {
   const open = { kinds: places.kinds?.parentElement.open, cause: places.cause?.parentElement.open };
-  makeTextBox(() => {
+  const type = () => {
     pause();
     state.hasTyped = true;
     // A text that takes long to read and show waits for a pause, so that typing does not.
     clearTimeout(typing);
     if (updateTime < 100) update();
     else typing = setTimeout(update, 200);
-  }, pause); // as each drawn token would move the cursor
+  };
   const fold = (name, heading) => {
     const details = make(
       "details.card",
@@ -479,10 +476,8 @@ function buildPage() {
     return details;
   };
   makePlace("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
-  makePlace("oneStep", "button", { onclick: drawOne });
-  makePlace("stepBack", "button", { onclick: takeBack });
-  fill(places.oneStep, say("oneStep"));
-  fill(places.stepBack, say("stepBack"));
+  makePlace("oneStep", "button", { onclick: drawOne }, say("oneStep"));
+  makePlace("stepBack", "button", { onclick: takeBack }, say("stepBack"));
   fill(
     document.querySelector("main"),
     makeHeader(),
@@ -491,15 +486,9 @@ function buildPage() {
     make(
       "div.first",
       {},
-      make(
-        "section.card",
-        { id: "top" },
-        make("label", { for: "text" }, make("h2", {}, say("yourText"))),
-        textBox,
+      makeTextCard(
+        makeTextBox(type, pause), // as each drawn token would move the cursor
         make("div.row", {}, places.generate, places.oneStep, places.stepBack),
-        makePlace("tokensHeading", "h3"),
-        makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
-        makePlace("tokensHelp", "p.note"),
       ),
       make(
         "section.card",

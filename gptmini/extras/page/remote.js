@@ -23,10 +23,10 @@ function openRemotePage() {
 }
 
 function buildRemotePage() {
-  makeTextBox(() => {
+  const type = () => {
     stopRemote();
     remote.timer = setTimeout(() => workRemotely(readRemotely), READ_DELAY);
-  });
+  };
   makePlace("generate", "button.main", {
     onclick: () => (remote.running ? stopRemote() : workRemotely(continueRemotely)),
   });
@@ -38,16 +38,10 @@ function buildRemotePage() {
     make(
       "div.first",
       {},
-      make(
-        "section.card",
-        { id: "top" },
-        make("label", { for: "text" }, make("h2", {}, say("yourText"))),
-        textBox,
+      makeTextCard(
+        makeTextBox(type),
         make("div.row", {}, places.generate, makePlace("remoteNote", "small")),
         makePlace("remoteProblem", "p.problem", { role: "alert" }),
-        makePlace("tokensHeading", "h3"),
-        makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
-        make("p.note", {}, say("tokensHelp")),
       ),
       make("section.card", {}, makePlace("expect", "div"), makeSettings()),
     ),
@@ -142,6 +136,7 @@ function showRemote() {
   );
   fill(places.tokensHeading, say("tokensHeading", { count: formatCount(tokens.length) }));
   fill(places.tokens, chips);
+  fill(places.tokensHelp, say("tokensHelp"));
   rove(places.tokens, (chip) => chip.click());
   const came = tokens[at + 1];
   const token = came && labelRemote(came.spelled);

@@ -369,7 +369,8 @@ function nameOff(list, item) {
   if (list === "mlps") return `${sayText("layerName", { layer: item })} MLP`;
   if (list === "layers") return sayText("layerName", { layer: item });
   const [layer, head, query, key] = item;
-  return sayText(layer === null ? "cutNameAll" : "cutName", { layer, head, query, key });
+  const where = layer === null ? sayText("allHeads") : nameHead(layer, head);
+  return `${where}: ${query} → ${key}`;
 }
 
 function showCause() {

@@ -54,7 +54,7 @@ function spellNodes(token) {
 }
 
 function markSymbols(pairs) {
-  return pairs.map(([text, isSymbol]) => (isSymbol ? make("i.symbol", {}, text) : text));
+  return pairs.map(([text, isSymbol]) => (isSymbol ? make("span.symbol", {}, text) : text));
 }
 
 function label(token) {
@@ -148,28 +148,33 @@ const GENERATE = "gptmini/generate/";
 
 // Each station: name, plain sentence, shapes, formula, [file, line of Python], what it shows.
 const STATIONS = {
-  tokens: () => ({
-    plain: [
-      ...say("tokensPlain", { vocabulary: formatCount(tokenizer.vocabSize) }),
-      " ",
-      ...say(TOKENIZER_WORDS[tokenizer.kind] ?? "tokenizerBpe"),
-    ],
-    body: [
-      make("p", {}, say("textFacts", countText())),
-      make("p", {}, say("tokenNumbers")),
-      makeBars(
+  tokens: () => {
+    const text = getText();
+    const counts = {
+      characters: formatCount([...text].length),
+      bytes: formatCount(new TextEncoder().encode(text).length),
+      tokens: formatCount(now.T),
+    };
+    return {
+      plain: [
+        ...say("tokensPlain", { vocabulary: formatCount(tokenizer.vocabSize) }),
+        " ",
+        ...say(TOKENIZER_WORDS[tokenizer.kind] ?? "tokenizerBpe"),
+      ],
+      body: [
+        make("p", {}, say("textFacts", counts)),
         range(now.T)
           .slice(Math.max(0, now.at - 4), now.at + 5)
-          .map((place) => [labelAt(place), null, formatCount(now.tokens[place])]),
-      ),
-    ],
-    shape: `text → (T,) = (${now.T},)`,
-    formula: "",
-    code: [
-      "gptmini/tokenizer/tokenizers.py",
-      "def encode(self, text: str, continues: bool = False) -> Tokens:",
-    ],
-  }),
+          .map((place) => make("div", {}, labelAt(place), ` → ${formatCount(now.tokens[place])}`)),
+      ],
+      shape: `text → (T,) = (${now.T},)`,
+      formula: "",
+      code: [
+        "gptmini/tokenizer/tokenizers.py",
+        "def encode(self, text: str, continues: bool = False) -> Tokens:",
+      ],
+    };
+  },
 
   embed: () => {
     const { embedding, positionEmbedding, token, position } = now.entry;
@@ -178,19 +183,14 @@ const STATIONS = {
     if (positionEmbedding) {
       vectors[sayText("positionVector", { place: position })] = positionEmbedding;
     }
-    const hints = {
-      learned: "embedLearned",
-      rope: "embedRope",
-      alibi: "embedAlibi",
-      none: "embedNone",
-    };
+    const hints = { learned: "embedLearned", none: "nonePlain" };
     return {
       plain: say("embedPlain", { width: D }),
       body: [
         make(
           "p",
           {},
-          say(hints[now.config.position]),
+          say(hints[now.config.position] ?? "embedLater"),
           now.config.tie_embeddings ? [" ", ...say("tiedHelp")] : "",
         ),
         makeVectors(vectors),
@@ -236,8 +236,8 @@ const STATIONS = {
             "div",
             {},
             showNorm(now.gpt.finalNorm, x),
-            makeVectors({ [sayText("beforeNorm")]: x }),
-            makeVectors({ [sayText("afterNorm")]: hidden }),
+            makeVectors({ [sayText("streamBefore")]: x }),
+            makeVectors({ [sayText("streamAfter")]: hidden }),
           ),
         ),
       ],
@@ -258,15 +258,6 @@ const STATIONS = {
 
 const TOKENIZER_WORDS = { byte: "tokenizerByte", char: "tokenizerChar" };
 
-function countText() {
-  const text = getText();
-  return {
-    characters: formatCount([...text].length),
-    bytes: formatCount(new TextEncoder().encode(text).length),
-    tokens: formatCount(now.T),
-  };
-}
-
 /** The tokens whose rows of the table point most nearly the same way: [token, cosine]. */
 function findNeighbors(token, count) {
   const { embed, config } = now.gpt;
@@ -280,16 +271,15 @@ function findNeighbors(token, count) {
 }
 
 function showNorm(norm, before) {
-  const { mean, scale } = norm.measure(before, 0);
-  const isRms = norm instanceof RMSNorm;
-  const formula = isRms
-    ? "x / √(mean(x²) + ε) · weight"
-    : `(x − mean) / √(variance + ε) · weight${norm.bias === null ? "" : " + bias"}`;
+  const { scale } = norm.measure(before, 0);
+  const formula =
+    norm instanceof RMSNorm
+      ? "x / √(mean(x²) + ε) · weight"
+      : `(x − mean) / √(variance + ε) · weight${norm.bias === null ? "" : " + bias"}`;
   return make(
     "p",
     {},
     say("normPlain", { root: formatReal(1 / scale) }),
-    isRms ? "" : [" ", ...say("normMean", { mean: formatReal(mean) })],
     " ",
     make("code", {}, formula),
   );
@@ -400,7 +390,6 @@ function showAttention(layer) {
         {},
         make("b", {}, nameHead(layer, head)),
         makeSwitch(isOff, "heads", [layer, head], "head-switch"),
-        isOff ? make("small", {}, say("headIsOff")) : null,
       ),
       make("h4", {}, say("mapHeading", { layer, head })),
       makeLargeMap(layer, head, key),
@@ -455,11 +444,8 @@ function makeLargeMap(layer, head, key) {
     mark.style.left = percent(k);
     mark.style.top = percent(q);
     const values = { query: labelAt(q), key: labelAt(k) };
-    let what = "mapCell";
-    if (k > q) what = "mapFuture";
-    else if (!canSee(layer, q, k)) what = "mapWindow";
-    else values.weight = make("b", {}, formatPercent(weightsOf(q, layer, head)[k]));
-    readout.replaceChildren(...say(what, values));
+    const weight = make("b", {}, formatPercent(weightsOf(q, layer, head)[k] ?? 0));
+    fill(readout, say(canSee(layer, q, k) ? "mapCell" : "mapBlind", { ...values, weight }));
   };
   const find = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -578,14 +564,7 @@ function showPosition(layer, head, key, qBefore, kBefore, q, k) {
   const half = attn.K / 2;
   const pairOf = (vector, i) => [vector[i], vector[i + half]];
   const product = (a, b, i) => a[i] * b[i] + a[i + half] * b[i + half];
-  const most = findLargest(range(half).map((i) => Math.abs(product(q, k, i))));
-  const pair = state.pair ?? most;
-  const name = (i) => sayText("ropePair", { pair: i, first: i, second: i + half });
-  const options = range(half).map((i) =>
-    make("option", { value: i, selected: i === pair ? "" : null }, name(i)),
-  );
-  const select = make("select", { "data-focus": "pair", "aria-label": name(pair) }, options);
-  select.addEventListener("change", () => choose({ pair: Number(select.value) }));
+  const pair = findLargest(range(half).map((i) => Math.abs(product(q, k, i))));
   const frequency = attn.frequencies[pair];
   const radius = Math.max(Math.hypot(...pairOf(q, pair)), Math.hypot(...pairOf(k, pair))) || 1;
   const planes = [
@@ -611,7 +590,7 @@ function showPosition(layer, head, key, qBefore, kBefore, q, k) {
     "div",
     {},
     make("p", {}, say("ropePlain")),
-    select,
+    make("p", {}, say("ropePair", { pair, first: pair, second: pair + half })),
     make("div.planes", {}, planes),
     make("p.note", {}, say("ropeShare", shares)),
   );
@@ -645,22 +624,7 @@ function showScores(layer, head, key) {
   const columns = [say("key"), say("weight"), "q·k", `÷ √${K}`];
   if (attn.alibiSlopes) columns.push(say("bias"));
   columns.push(say("score"));
-  const later = now.T - 1 - at;
-  const outside = at + 1 - seen.length;
-  const notes = [
-    later ? say("laterKeys", { count: later }) : null,
-    outside ? say("windowKeys", { count: outside }) : null,
-  ];
-  return make(
-    "div",
-    {},
-    makeTable("scores", columns, rows),
-    make(
-      "p.note",
-      {},
-      notes.filter(Boolean).flatMap((note) => [...note, " "]),
-    ),
-  );
+  return makeTable("scores", columns, rows);
 }
 
 function showCuts(layer, head, key) {
@@ -768,7 +732,6 @@ function showMlp(layer) {
   const over = now.entries.map((entry) => entry.layers[layer].inner[neuron]);
   const most = Math.max(...over.map(Math.abs)) || 1;
   const isOff = isMlpOff(state.off, layer);
-  const firing = inner.filter((x) => x > 0.01).length;
   return {
     plain: say("mlpPlain", { count: formatCount(F) }),
     body: [
@@ -777,11 +740,9 @@ function showMlp(layer) {
         {},
         make("b", {}, say("layerName", { layer }), " MLP"),
         makeSwitch(isOff, "mlps", layer, "mlp-switch"),
-        isOff ? make("small", {}, say("mlpIsOff")) : null,
       ),
       isOff ? null : showPushes(added),
       make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
-      make("p", {}, say("neuronsFiring", { count: formatCount(firing), all: formatCount(F) })),
       makeTable("neurons", columns, rows),
       make("h4", {}, say("neuronHeading", { neuron })),
       shadeTokens(
