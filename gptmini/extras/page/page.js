@@ -368,7 +368,12 @@ function makeNavigation(parts) {
   });
   const other = language === "zh" ? "en" : "zh";
   const options = { id: "language", lang: other, onclick: () => switchLanguage(other) };
-  return make("nav.row", {}, links, make("button", options, LANGUAGES[other]));
+  const { classList } = document.documentElement;
+  const enlarge = ({ currentTarget }) =>
+    currentTarget.setAttribute("aria-pressed", String(classList.toggle("large")));
+  const isLarge = String(classList.contains("large"));
+  const size = make("button", { "aria-pressed": isLarge, onclick: enlarge }, say("large"));
+  return make("nav.row", {}, links, size, make("button", options, LANGUAGES[other]));
 }
 
 /** The name of the run, and one sentence. */

@@ -14,6 +14,7 @@ const WORDS = {
     "一个 {size}的 GPT，由给出本页的服务器运行。",
   ],
   size: ["{weights} weights", "{weights} 个权重"],
+  large: ["large", "大字"],
   sizeTrained: ["{weights} weights after {step} steps", "{weights} 个权重、训练了 {step} 步"],
   toChat: ["chat", "对话"],
   toText: ["text", "文本"],

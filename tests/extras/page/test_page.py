@@ -595,12 +595,12 @@ def test_each_group_is_one_tab_stop(visit):
     assert tab.evaluate("[state.head, document.activeElement.dataset.focus]") == [1, "tile-1-1"]
 
 
-def test_one_size_enlarges_all_text(visit):
+def test_one_switch_enlarges_all_text(visit):
     tab = opened(visit, random_run())
     sizes = """() => Array.from(document.querySelectorAll("main *"), (node) =>
       Number.parseFloat(getComputedStyle(node).fontSize))"""
     before = tab.evaluate(sizes)
-    tab.evaluate("document.documentElement.style.fontSize = '1.4em'")
+    tab.get_by_role("button", name="large").click()
     assert tab.evaluate(sizes) == pytest.approx([1.4 * size for size in before], rel=1e-3)
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
 
