@@ -224,5 +224,3 @@ def test_a_part_of_torchs_modules_is_ones_own_even_if_its_weights_have_the_same_
     run.save("own")
     with pytest.raises(ConfigError, match="own: has a model of its own"):
         package.load("own")
-    with pytest.raises(ConfigError, match="which no other program computes"):
-        package.export_run(run, "exported")
