@@ -22,7 +22,7 @@ from gptmini.config.load import override, read_config
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, say, warn
 from gptmini.errors import ConfigError, MachineError
-from gptmini.extras.compare.measure import check_same_text, find_losses, measure_variants
+from gptmini.extras.compare.measure import find_losses, measure_variants, read_comparable_losses
 from gptmini.extras.compare.plots import draw_comparison
 from gptmini.extras.compare.statistics import Difference, import_scipy
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
@@ -114,7 +114,9 @@ def compare_variants(
 ) -> Comparison:
     """Train variants by name and compare them; `models` has the builders of other models."""
     if split == "test" and any(config.data.test is None for config in configs.values()):
-        raise ConfigError("data.test: there is no test part; set it, such as to 0.1")
+        raise ConfigError(
+            "data.test: not set, so there is no test part; set it to 0.1, for example"
+        )
     if seeds > 1:
         import_scipy()  # if it is missing, say so before hours of training
     trained = train_all(plan_runs(configs, seeds, out, models or {}), cache, split)
@@ -196,7 +198,7 @@ def train_all(planned: list[TrainingRun], cache: Path, split: Split) -> dict[str
         seed = config.train.seed
         title = f"compare: run {number} of {len(planned)}: {run.variant}, seed {seed}"
         _train(run, config, cache, split, title)
-        check_same_text([first.out, run.out], split)
+        read_comparable_losses([first.out, run.out], split)  # or it is refused now
         paths.setdefault(run.variant, []).append(run.out)
     return paths
 
@@ -212,7 +214,7 @@ def _train(run: TrainingRun, config: Config, cache: Path, split: Split, title: s
     )
     say(f"{title}: already finished" if is_finished else title)
     if not is_finished:
-        torch.compiler.reset()  # it compiles only so many models in a process
+        torch.compiler.reset()  # torch limits how many models a process compiles
         fit(config, run.out, cache, model=run.model)
     if find_losses(directory, split) is None:
         trained = load_run(run.out, config.train.device, "float32", cache, model=run.model)

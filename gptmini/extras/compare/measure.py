@@ -17,17 +17,17 @@ def measure_variants(paths: dict[str, list[Path]], split: Split = "validation") 
 
     Raises CheckpointError for a run that has no losses of it, DataError for runs of other texts.
     """
-    check_same_text([path for folders in paths.values() for path in folders], split)
+    losses = read_comparable_losses([path for folders in paths.values() for path in folders], split)
     variants = []
     for name, folders in paths.items():
         # The runs of a variant differ only by seed: the last one stands for all.
-        run = RunDirectory(folders[-1])
-        model = run.load_config().model
+        last = folders[-1]
+        model = RunDirectory(last).load_config().model
         variants.append(
             Variant(
                 name=name,
-                runs=[_measure_run(RunDirectory(path), split) for path in folders],
-                parameters=_get_losses(run, split).parameters,
+                runs=[_measure_run(RunDirectory(path), losses[path], split) for path in folders],
+                parameters=losses[last].parameters,
                 cache_bytes=cost.count_cache_bytes(model, model.context_length),
             )
         )
@@ -59,10 +59,14 @@ def _describe_measuring(run: RunDirectory, split: Split) -> str:
     return f"gptmini evaluate {quote(run.path)} --split {split}"
 
 
-def check_same_text(paths: list[Path], split: Split) -> None:
-    """DataError for a run that was measured on another text than the first, or on more of it."""
-    first, *others = [_get_losses(RunDirectory(path), split) for path in paths]
-    for path, losses in zip(paths[1:], others, strict=True):
+def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, KeptLosses]:
+    """Read the losses of runs; DataError for one of another text than the first, or of more of it.
+
+    CheckpointError, with the remedy, for a run that has none.
+    """
+    found = {path: _get_losses(RunDirectory(path), split) for path in paths}
+    first = found[paths[0]]
+    for path, losses in found.items():
         if losses.text != first.text:
             raise DataError(
                 f"{path}: has another held-out text than {paths[0]}; compare runs of one text, or "
@@ -75,12 +79,12 @@ def check_same_text(paths: list[Path], split: Split) -> None:
                 f"{part}: measured on a part of its held-out text (train.eval_tokens); measure all "
                 f"with {_describe_measuring(RunDirectory(part), split)}"
             )
+    return found
 
 
-def _measure_run(run: RunDirectory, split: Split) -> RunMeasurement:
+def _measure_run(run: RunDirectory, losses: KeptLosses, split: Split) -> RunMeasurement:
     """Measure one run by its losses and its log."""
     config = run.load_config()
-    losses = _get_losses(run, split)
     evaluation = losses.evaluation
     lines = list(read_metrics(run.metrics_file))
     speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")]

@@ -58,9 +58,10 @@ def build_histories(variants: list[Variant]) -> tuple[str, dict[str, list[Points
     The axis is tokens seen if all runs saw the same number, else minutes.
     """
     last_tokens = {run.history[-1][0] for each in variants for run in each.runs if run.history}
-    label, column, unit = ("minutes of training", 1, 60.0)
-    if len(last_tokens) == 1:
-        label, column, unit = ("tokens seen (millions)", 0, 1e6)
+    by_tokens = len(last_tokens) == 1
+    label = "tokens seen (millions)" if by_tokens else "minutes of training"
+    column = 0 if by_tokens else 1
+    unit = 1e6 if by_tokens else 60.0
     curves = {
         variant.name: [
             [(line[column] / unit, line[2]) for line in run.history] for run in variant.runs

@@ -221,7 +221,7 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
         code, _, err = gptmini("compare", "done", option, "9")
         assert (code, f"{option}: these runs are already trained" in err) == (2, True)
     code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
-    assert (code, "data.test: there is no test part" in err) == (2, True)
+    assert (code, "data.test: not set, so there is no test part" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "text.txt")
     assert (code, "text.txt: no finished run, as done is" in err) == (2, True)
     code, _, err = gptmini("compare", "--attention", "mha,window")
