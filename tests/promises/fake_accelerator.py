@@ -158,8 +158,9 @@ class Stage:
 
 
 def count_token(name: str, n_texts: int) -> dict[str, Any]:
-    """Count what one more token of each text takes: the step, and then the draw."""
-    config = ModelConfig.model_validate({**MODELS[name], "context_length": 1024})
+    """Count what one more token of each text takes, in four layers: the step, and then the draw."""
+    settings = MODELS[name] | {"n_layer": 4, "context_length": 1024}
+    config = ModelConfig.model_validate(settings)
     with torch.device("gpu"):
         model = copy_as(GPT(config).eval(), torch.bfloat16)
     engine = TorchEngine(model, n_texts)
