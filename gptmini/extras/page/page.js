@@ -383,7 +383,7 @@ function makeHeader() {
   const facts = { weights: formatCount(countWeights()), step: formatCount(data.step) };
   const size = sayText(data.step ? "sizeTrained" : "size", facts); // an imported model has no steps
   return make(
-    "header",
+    "header.row",
     {},
     make("h1", {}, data.name),
     make("p", {}, say(gpt ? "lead" : "leadRemote", { size })),
@@ -489,7 +489,7 @@ function buildPage() {
     makeNavigation({ top: "toText", path: "toPath", kinds: "toKinds", cause: "toCause" }),
     makeChat(),
     make(
-      "div.first",
+      "div.journey",
       {},
       makeTextCard(
         makeTextBox(type, pause), // as each drawn token would move the cursor
@@ -503,18 +503,14 @@ function buildPage() {
         makePlace("expect", "div"),
         makeSettings(),
       ),
-    ),
-    make(
-      "section.card",
-      { id: "path" },
-      make("h2", {}, say("pathHeading")),
-      makePlace("pathHelp", "p"),
       make(
-        "div.journey",
-        {},
-        makePlace("path", "div.path"),
-        makePlace("station", "div.station", { id: "station" }),
+        "section.card",
+        { id: "path" },
+        make("h2", {}, say("pathHeading")),
+        makePlace("pathHelp", "p"),
+        makePlace("path", "div"),
       ),
+      makePlace("station", "section.card", { id: "station" }),
     ),
     fold("kinds", "kindsHeading"),
     fold("cause", "causeHeading"),

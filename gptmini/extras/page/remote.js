@@ -36,7 +36,7 @@ function buildRemotePage() {
     makeNavigation({ top: "toText" }),
     makeChat(),
     make(
-      "div.first",
+      "div.journey",
       {},
       makeTextCard(
         makeTextBox(type),
@@ -138,13 +138,16 @@ function showRemote() {
   fill(places.tokens, chips);
   fill(places.tokensHelp, say("tokensHelp"));
   rove(places.tokens, (chip) => chip.click());
+  fill(places.generate, say(running ? "stop" : "generate"));
+  fill(places.remoteProblem, remote.problem);
+  fill(places.remoteNote, remote.note);
+  if (!tokens.length) return; // the server has not answered yet
   const came = tokens[at + 1];
   const token = came && labelRemote(came.spelled);
   const chance = came && formatPercent(Math.exp(came.logprob));
-  const after = tokens.length ? labelRemote(tokens[at].spelled) : "";
   fill(
     places.expect,
-    make("h2", {}, say("expectHeading", { token: after })),
+    make("h2", {}, say("expectHeading", { token: labelRemote(tokens[at].spelled) })),
     make("p.outcome", {}, came ? say("cameRemotely", { token, chance }) : ""),
     makeBars(
       (came?.top ?? remote.next).map(([spelled, logprob]) => [
@@ -155,9 +158,6 @@ function showRemote() {
     ),
     make("p.note", {}, say("barsRemotely")),
   );
-  fill(places.generate, say(running ? "stop" : "generate"));
-  fill(places.remoteProblem, remote.problem);
-  fill(places.remoteNote, remote.note);
 }
 
 function chooseRemotely(place) {

@@ -72,19 +72,21 @@ function showExpectation() {
   } else if (continuation.finishReason !== null) {
     outcome = say(`finished.${continuation.finishReason}`);
   }
-  const { temperature } = state.sample;
+  const temperature = state.sample.temperature || 1; // as `explainFilters` has it
+  const key = (name) => make(`i.key.${name}`);
   fill(places.expectHeading, say("expectHeading", { token: label(now.tokens[now.at]) }));
   fill(places.outcome, outcome);
   fill(
     places.expect,
-    makeExpectation(),
     make(
       "p.note",
       {},
-      say("barsHelp", { temperature }),
-      now.before ? [" ", ...say("barsHelpBefore")] : "",
-      edited && !now.before ? [" ", ...say("barsHelpEdited")] : "",
+      say("barsHelp", { pale: key("pale"), temperature, solid: key("solid") }),
+      now.before || edited
+        ? say(now.before ? "barsHelpBefore" : "barsHelpEdited", { before: key("before") })
+        : "",
     ),
+    makeExpectation(),
   );
   fill(places.filters, summarizeFilters());
 }

@@ -126,8 +126,14 @@ function showPushes(vector) {
   const chances = softmax(now.entry.logits);
   const order = findTop(logits, logits.length).filter((token) => chances[token] >= MIN_CHANCE);
   const rows = [
-    ["raises", order.slice(0, 5)],
-    ["lowers", order.reverse().slice(0, 5)],
+    ["raises", order.filter((token) => logits[token] > 0).slice(0, 5)],
+    [
+      "lowers",
+      order
+        .filter((token) => logits[token] < 0)
+        .slice(-5)
+        .reverse(),
+    ],
   ];
   return rows.map(([name, tokens]) =>
     make(
@@ -194,14 +200,6 @@ const STATIONS = {
           now.config.tie_embeddings ? [" ", ...say("tiedHelp")] : "",
         ),
         makeVectors(vectors),
-        make("p", {}, say("neighbors")),
-        makeBars(
-          findNeighbors(token, 6).map(([other, cosine]) => [
-            label(other),
-            makeBar(["solid", Math.max(0, cosine)]),
-            formatReal(cosine, 2),
-          ]),
-        ),
       ],
       shape: `(T,) → (T, D) = (${now.T}, ${D})`,
       formula: positionEmbedding ? "x = embed[token] + positions[position]" : "x = embed[token]",
@@ -257,18 +255,6 @@ const STATIONS = {
 };
 
 const TOKENIZER_WORDS = { byte: "tokenizerByte", char: "tokenizerChar" };
-
-/** The tokens whose rows of the table point most nearly the same way: [token, cosine]. */
-function findNeighbors(token, count) {
-  const { embed, config } = now.gpt;
-  const D = config.d_model;
-  const size = (other) => Math.sqrt(dot(embed, other * D, embed, other * D, D)) || 1;
-  const own = size(token);
-  const cosines = range(embed.length / D).map((other) =>
-    other === token ? -2 : dot(embed, token * D, embed, other * D, D) / (own * size(other)),
-  );
-  return findTop(cosines, count).map((other) => [other, cosines[other]]);
-}
 
 function showNorm(norm, before) {
   const { scale } = norm.measure(before, 0);

@@ -59,11 +59,11 @@ const WORDS = {
   ],
   expectOpen: ["Not written yet: “One token” draws it.", "尚未写出：按“一个词元”抽取。"],
   barsHelp: [
-    "Pale bar and number: what the model expects, at temperature {temperature}. Solid bar: the chance to be drawn after the filters.",
-    "浅色条和数字：温度 {temperature} 下模型的预期。深色条：过滤之后被抽中的机会。",
+    "{pale} expected, at temperature {temperature} {solid} chance to be drawn, after the filters",
+    "{pale} 温度 {temperature} 下的预期 {solid} 过滤后被抽中的机会",
   ],
-  barsHelpBefore: ["Outlined: with nothing switched off.", "边框：未关闭任何部件时。"],
-  barsHelpEdited: ["Outlined: before your last edit.", "边框：上次修改之前。"],
+  barsHelpBefore: [" {before} with all on", " {before} 全部打开时"],
+  barsHelpEdited: [" {before} before your last edit", " {before} 上次修改之前"],
   noToken: ["No token is left to draw.", "没有可抽取的词元。"],
   settingsHeading: ["How the next token is drawn", "下一个词元如何抽取"],
   temperature: ["temperature", "温度"],
@@ -90,8 +90,8 @@ const WORDS = {
   // The path.
   pathHeading: ["The whole path", "完整路径"],
   pathHelp: [
-    "The numbers are those of {token}, the selected token. Press a station to open it.",
-    "数字属于选中的词元 {token}。点按一站即可打开。",
+    "For {token}, the selected token. Press a station to open it.",
+    "选中的词元是 {token}。点按一站即可打开。",
   ],
   previousStation: ["◂ before", "◂ 上一站"],
   nextStation: ["next ▸", "下一站 ▸"],
@@ -99,7 +99,7 @@ const WORDS = {
   layerName: ["layer {layer}", "第 {layer} 层"],
   wouldSay: ["would say {top}", "会说 {top}"],
   adds: ["adds {length}", "加上 {length}"],
-  throughNorm: ["norm → {part} → +", "归一化 → {part} → +"],
+  throughNorm: ["norm → {part}", "归一化 → {part}"],
   streamHelp: [
     "The blue line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is what the head would expect if the model ended there (at temperature 1).",
     "蓝线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是模型若到此为止时的预期（温度为 1）。",
@@ -142,7 +142,6 @@ const WORDS = {
   embedLater: ["Positions come later, in attention.", "位置在后面的注意力中加入。"],
   embedVector: ["row of {token}", "{token} 的行"],
   positionVector: ["row of position {place}", "位置 {place} 的行"],
-  neighbors: ["Tokens whose rows point most alike:", "行的方向最接近的词元："],
   normPlain: [
     "Whatever the stream has grown to, a norm brings its numbers to about 1 before they are read: divided by {root}, then times learned weights.",
     "无论残差流变得多大，读取之前归一化都把它的数调到 1 左右：除以 {root}，再乘学得的权重。",
@@ -352,7 +351,11 @@ let language = navigator.language.startsWith("zh") ? "zh" : "en";
 function say(key, values = {}) {
   const entry = key.split(".").reduce((words, part) => words[part], WORDS);
   const sentence = entry[Object.keys(LANGUAGES).indexOf(language)];
-  return sentence.split(/\{(\w+)\}/).map((part, i) => (i % 2 ? values[part] : part));
+  const parts = sentence.split(/\{(\w+)\}/);
+  // Of one thing the word behind the number has no s: "1 step".
+  const count = (part, i) =>
+    String(values[parts[i - 1]]) === "1" ? part.replace(/^( \w{3,})s\b/, "$1") : part;
+  return parts.map((part, i) => (i % 2 ? values[part] : count(part, i)));
 }
 
 /** The same as one string, for attributes; elements give their text. */

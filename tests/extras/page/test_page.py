@@ -53,7 +53,7 @@ def percent(text: str) -> float:
 
 def bars(tab: Any) -> dict[int, float]:
     """The probabilities that the first screen shows, by token; below 0.01 % as 0.01 %."""
-    rows = tab.locator(".first .expected:not(.empty)").all()
+    rows = tab.locator(".expected:not(.empty)").all()
     return {
         int(row.get_attribute("data-token")): percent(row.locator(".number").inner_text())
         for row in rows
@@ -69,7 +69,7 @@ def check_bars(tab: Any, expected: list[float]) -> None:
 
 
 def select(tab: Any, place: int) -> None:
-    tab.locator(".first .chip").nth(place).click()
+    tab.locator("#top .chip").nth(place).click()
 
 
 def test_it_opens_where_one_sees_what_came(visit):
@@ -86,7 +86,7 @@ def test_it_opens_where_one_sees_what_came(visit):
 
 def test_an_exported_page_opens_on_a_text_of_its_own(visit):
     tab = opened(visit, random_run(), "")
-    assert tab.locator(".first .chip").count() > 10
+    assert tab.locator("#top .chip").count() > 10
     assert tab.locator("textarea").input_value() != ""
 
 
@@ -95,20 +95,20 @@ def test_typing_changes_the_bars(visit):
     before = bars(tab)
     tab.locator("textarea").press_sequentially(" so")
     typed = tab.locator("textarea").input_value()
-    assert tab.locator(".first .chip").count() == len(typed)
+    assert tab.locator("#top .chip").count() == len(typed)
     assert bars(tab) != before
     check_bars(tab, tab.evaluate("text => chances(fresh(text).logits, 0.8)", typed))
     tab.locator("textarea").fill("")
-    assert "<|endoftext|>" in tab.locator(".first .chips").inner_text()
+    assert "<|endoftext|>" in tab.locator("#top .chips").inner_text()
 
 
 def test_an_edit_outlines_what_was_expected_before(visit):
     tab = opened(visit, random_run())
-    outline = tab.locator(".first .before")
+    outline = tab.locator(".expected .before")
     assert outline.count() == 0
     tab.locator("textarea").press_sequentially("s")
     before = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)
-    row = tab.locator(".first .expected").first
+    row = tab.locator(".expected").first
     token = int(row.get_attribute("data-token"))
     width = row.locator(".before").evaluate("bar => Number.parseFloat(bar.style.width)")
     assert width / 100 == pytest.approx(before[token], abs=1e-5)
@@ -128,16 +128,16 @@ def test_sliders_redraw_the_bars_and_say_what_they_remove(visit):
     tab.get_by_label("temperature").press("End")
     chances = tab.evaluate("text => chances(fresh(text).logits, 2)", text)
     check_bars(tab, chances)
-    assert tab.locator(".first .gone").count() == 0
+    assert tab.locator(".gone").count() == 0
     tab.get_by_label("top-k").press("Home")
     tab.get_by_label("top-k").press("ArrowRight")
-    assert tab.locator(".first .expected.gone").count() >= 8
-    assert tab.locator(".first .expected:not(.gone):not(.empty)").count() == 2
+    assert tab.locator(".expected.gone").count() >= 8
+    assert tab.locator(".expected:not(.gone):not(.empty)").count() == 2
     removed = tab.locator(".removed").inner_text()
     assert removed.startswith("top-k removes 255 tokens")
     assert percent(removed) == pytest.approx(1 - sum(sorted(chances)[-2:]), abs=0.006)
     tab.get_by_label("min-p").press("End")  # nothing but the likeliest
-    assert tab.locator(".first .expected:not(.gone):not(.empty)").count() == 1
+    assert tab.locator(".expected:not(.gone):not(.empty)").count() == 1
     tab.get_by_label("temperature").press("Home")
     assert "temperature removes 256" in tab.locator(".removed").inner_text()
 
@@ -150,7 +150,7 @@ def test_it_generates_what_generate_does_and_takes_it_back(visit):
     for count in range(1, 4):
         tab.get_by_role("button", name="One token").click()
         assert tab.evaluate(drawn) == text.tokens[:count]
-    assert tab.locator(".first .chip.drawn").count() == 3
+    assert tab.locator("#top .chip.drawn").count() == 3
     tab.get_by_role("button", name="Take back").click()
     assert tab.evaluate(drawn) == text.tokens[:2]
     for _ in range(2):
@@ -217,7 +217,7 @@ def check_read(tab: Any, text: str) -> None:
     assert tab.evaluate("[getText(), continuation.tokens.length]") == [text, 0]
     read = "tokenizer.encode(getText()).join() === continuation.context.join()"
     assert tab.evaluate(f"{read} && now.tokens.join() === continuation.context.join()")
-    assert tab.locator(".first .chip").count() == len(text.encode())
+    assert tab.locator("#top .chip").count() == len(text.encode())
 
 
 def test_typing_leaves_the_rest_of_the_text_as_it_is(visit):
@@ -395,7 +395,7 @@ def test_switching_off_changes_the_expectation_as_the_model_says(visit):
         tab.locator(button).click()
         without = "([text, off]) => chances(fresh(text, 20, off).logits, 0.8)"
         check_bars(tab, tab.evaluate(without, [PROMPT, off]))
-        row = tab.locator(".first .expected").first
+        row = tab.locator(".expected").first
         before = float(re.match(r"<?([\d.]+)", row.locator(".number").inner_text())[1])
         token = int(row.get_attribute("data-token"))
         assert before / 100 == pytest.approx(whole[token], abs=0.006)
@@ -502,7 +502,7 @@ def test_hostile_texts_run_nothing(visit):
     assert tab.evaluate("document.scripts.length") == 4
     assert "<img src=x onerror=alert(1)>" in tab.locator("h1").inner_text()
     tab.locator("textarea").fill("<script>alert(2)</script><svg onload=alert(3)>")
-    assert tab.locator(".first .chip", has_text="<").count() >= 3
+    assert tab.locator("#top .chip", has_text="<").count() >= 3
 
 
 def test_a_hostile_name_of_a_special_token_runs_nothing(visit):
@@ -513,7 +513,7 @@ def test_a_hostile_name_of_a_special_token_runs_nothing(visit):
     content["post_processor"] = build_post_processor(name, 256)
     tokenizer = adopt_tokenizer(json.dumps(content), Path(), 257)
     tab = opened(visit, random_run("gpt2", tokenizer), "abc")
-    assert "<img" in tab.locator(".first .chip").first.inner_text()
+    assert "<img" in tab.locator("#top .chip").first.inner_text()
     for section in ("#kinds", "#cause"):
         tab.locator(f"{section} > summary").click()
     for station in tab.evaluate("listStations()"):
@@ -531,7 +531,7 @@ def test_it_speaks_chinese(visit, browser):
     assert tab.get_by_role("button", name="生成").count() == 1
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
     assert tab.locator("textarea").input_value() == PROMPT
-    english = re.findall(r"[A-Za-z]{4,}", tab.locator(".first").inner_text())
+    english = re.findall(r"[A-Za-z]{4,}", tab.locator("#top").inner_text())
     assert set(english) <= {"temperature"}
     context = browser.new_context(offline=True, locale="zh-CN")
     other = context.new_page()
@@ -576,7 +576,11 @@ def test_the_path_of_twelve_layers_fits_a_screen(visit, monkeypatch):
     for station in ("tokens", "draw"):
         box = tab.locator(f"[data-station='{station}']").bounding_box()
         assert 0 <= box["y"] < box["y"] + box["height"] <= 800
-    assert tab.locator(".path button").count() == 4 + 11 + 2
+    assert tab.locator("#path button").count() == 4 + 11 + 2
+    tab.evaluate("scrollTo(0, 0)")  # the text is on it, too
+    draw = tab.locator("[data-station='draw']").bounding_box()
+    assert tab.locator("#text").bounding_box()["y"] > 0
+    assert draw["y"] + draw["height"] <= 800
 
 
 def test_each_group_is_one_tab_stop(visit):
@@ -585,7 +589,7 @@ def test_each_group_is_one_tab_stop(visit):
         tab.locator(f"{section} > summary").click()
     open_station(tab, "attn:1")
     open_step(tab, "table")
-    groups = ("#top .chips", "#station .chips", ".tiles", ".path", ".kinds", ".scores", "#cause")
+    groups = ("#top .chips", "#station .chips", ".tiles", "#path", ".kinds", ".scores", "#cause")
     for group in groups:
         buttons = tab.locator(group).locator("button")
         stops = tab.locator(group).locator("button[tabindex='0']")
@@ -656,8 +660,20 @@ def test_a_text_that_is_slow_to_read_waits_for_a_pause_in_typing(visit):
     assert tab.locator("textarea").input_value().startswith("a third")
 
 
+def test_only_what_is_raised_is_called_raised(visit):
+    tab = opened(visit, random_run())
+    found = """signs => signs.map((sign) => {
+      readThroughHead = (vector) => now.entry.logits.map(() => sign * vector[0]);
+      return showPushes([2]).map((row) => row.querySelectorAll(".label").length);
+    })"""
+    assert tab.evaluate(found, [1, -1]) == [[5, 0], [0, 5]]
+
+
 def test_numbers_and_names_are_written_at_their_edges(visit):
     tab = opened(visit, random_run())
+    say = "(step) => sayText('sizeTrained', { weights: 11, step })"
+    assert tab.evaluate(say, "1") == "11 weights after 1 step"
+    assert tab.evaluate(say, "11") == "11 weights after 11 steps"
     shares = [0, 0.00009, 0.0001, 0.00099, 0.001, 0.0994, 0.0995, 0.5, 1]
     assert tab.evaluate("shares => shares.map(formatPercent)", shares) == [
         *("0 %", "<0.01 %", "0.01 %", "0.10 %", "0.1 %", "9.9 %", "10 %", "50 %", "100 %")
