@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.extras.interop import gguf_tokenizer
@@ -137,7 +138,7 @@ def write_gguf(
     gguf = import_gguf()
     writer = gguf.GGUFWriter(path, architecture)
     _add_settings(writer, architecture, config)
-    writer.add_name(run.path.name)
+    writer.add_name(run.path.name.encode(errors="replace").decode())  # it may be any bytes
     file_type = "ALL_F32" if to == "f32" else f"MOSTLY_{to.upper()}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
     gguf_tokenizer.write_tokenizer(writer, run.tokenizer)
@@ -159,6 +160,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    files.sync_and_hash(path)  # before it gets its name
 
 
 def _add_settings(writer: Any, architecture: str, config: ModelConfig) -> None:

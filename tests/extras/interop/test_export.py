@@ -1,6 +1,7 @@
 """Exports against transformers: logits, greedy tokens, ids; and the faults that proofs catch."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from gptmini import files
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, GptminiError
 from gptmini.extras.interop import architectures, huggingface
@@ -366,10 +368,30 @@ def test_logits_are_compared_on_a_text_and_on_random_tokens(tmp_path):
     assert 250 < tokens[1].max() < 300
 
 
-def test_a_run_may_have_a_name_of_any_bytes(tmp_path):
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_a_run_may_have_a_name_of_any_bytes_and_its_export_survives_a_power_cut(
+    to, tmp_path, monkeypatch
+):
+    if to == "gguf":
+        pytest.importorskip("gguf", reason="needs the extra gguf")
+    synced: dict[int, int] = {}
+    fsync, rename = os.fsync, files.rename
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def check(source: Path, target: Path) -> None:
+        for path in (source, *source.rglob("*")):
+            assert synced.get(path.stat().st_ino) == path.stat().st_size, path
+        rename(source, target)
+
     run = run_of(tmp_path / "caf\udce9")
-    export_run(run, tmp_path / "out")
-    assert "# caf?\n" in (tmp_path / "out" / "README.md").read_text()
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(files, "rename", check)
+    made = export_run(run, tmp_path / "out", to, "f32").path
+    named = made / "README.md" if to == "hf" else made
+    assert b"caf?" in named.read_bytes()
 
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path):

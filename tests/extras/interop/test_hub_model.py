@@ -178,8 +178,6 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(gptmini, local_hub, published)
 
 def test_a_gguf_file_is_imported_if_it_is_named_or_the_only_one(gptmini, local_hub, tmp_path):
     pytest.importorskip("gguf", reason="needs the extra gguf")
-    from gptmini.extras.interop.export import export_run
-
     run_of(tmp_path / "runs" / "my")
     export_run(tmp_path / "runs" / "my", tmp_path / "my.gguf", to="gguf", weights="f32")
     gguf_file = (tmp_path / "my.gguf").read_bytes()
