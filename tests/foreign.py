@@ -82,7 +82,12 @@ def make_llama() -> Any:
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     decoder = decoders.Sequence([*SENTENCEPIECE, decoders.Strip(" ", 1, 0)])
-    return add_bos(learn_bpe(BPE, normalizer=prepend, decoder=decoder))
+    content = json.loads(learn_bpe(BPE, normalizer=prepend, decoder=decoder).to_str())
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    # Other pairs that make the same tokens, behind all those that count.
+    pairs = [[token[0], token[1:]] for token in vocab if token[0] in vocab and token[1:] in vocab]
+    merges += [pair for pair in pairs if pair not in merges]
+    return add_bos(tokenizers.Tokenizer.from_str(json.dumps(content)))
 
 
 def make_mistral() -> Any:

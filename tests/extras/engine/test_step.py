@@ -3,7 +3,6 @@ import os
 import platform
 import random
 import shutil
-import stat
 from ctypes import CDLL
 from pathlib import Path
 from typing import Any
@@ -232,7 +231,12 @@ def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(
     build.build_library.cache_clear()
     assert build.build_library(tmp_path) is not None
     assert library.stat().st_mtime_ns == made
-    library.chmod(stat.S_IMODE(library.stat().st_mode) | 0o002)  # anybody could write it
+    for others in (0o020, 0o002):  # the group, or anybody, could write it
+        library.chmod(0o700 | others)
+        build.build_library.cache_clear()
+        assert build.build_library(tmp_path) is None
+    library.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: -1)  # another user's
     build.build_library.cache_clear()
     assert build.build_library(tmp_path) is None
     build.build_library.cache_clear()

@@ -266,7 +266,6 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unigrams": ("llama", {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not"),
     "no heads": ("llama", {"llama.attention.head_count": REMOVED}, "head_count' is missing"),
     "too many heads": ("llama", {"llama.attention.head_count": 5}, "5 heads .* 2 KV heads; choose"),
-    "too many layers": ("llama", {"llama.block_count": 1000}, r"blk\.999\.attn_norm.*: missing"),
 }
 
 

@@ -515,10 +515,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         config(intermediate_size="4; 8"),
         "intermediate_size: model.d_ff: expected a whole number, not '4; choose",
     ),
-    "more layers than there are": (
-        config(num_hidden_layers=1000),
-        "tensor model.layers.999.input_layernorm.weight: missing",
-    ),
     "a size of nothing": (
         config(hidden_size=0),
         "hidden_size: model.d_model: must be at least 1, not 0; choose another model",

@@ -27,7 +27,7 @@ from gptmini.extras.engine import door
 from gptmini.extras.engine.native_engine import NativeEngine
 from gptmini.extras.serve import connection as connections
 from gptmini.extras.serve import server
-from gptmini.extras.serve.connection import Flow
+from gptmini.extras.serve.connection import Connection, Flow
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Request, Scheduler
 from gptmini.extras.serve.server import Server, listen
@@ -491,6 +491,19 @@ def test_bytes_of_a_head_do_not_prolong_its_time(run: Run):
         while True:
             slow.sendall(b"a:b\r\n")
             time.sleep(0.1)
+
+
+def test_a_request_has_its_time_from_its_head_on_and_each_wait_its_own(run: Run, monkeypatch):
+    given: list[float] = []
+    monkeypatch.setattr(Connection, "_end_in", lambda self, seconds: given.append(seconds))
+    with (
+        serving(run, read_seconds=3, request_seconds=70) as url,
+        connection(url, 2 * (GET + b"\r\n")) as both,
+    ):
+        found = b""
+        while found.count(b"HTTP/1.1 200 ") < 2:
+            found += both.recv(1 << 16)
+    assert given == [3, 75, 75, 75, 3]  # two heads at once, and the end of each request
 
 
 def test_few_requests_of_a_connection_are_read_before_they_are_answered(run: Run, monkeypatch):
