@@ -250,8 +250,8 @@ def draw_scaling(names: Names) -> Figure:
     sizes = [2**power for power in range(13)]
     bits: dict[str, list[float]] = {"unscaled": [], "divided by √K": []}
     for size in sizes:
-        queries, keys = torch.randn(400, size), torch.randn(64, size)
-        raw = (queries @ keys.T).softmax(dim=-1)  # (400, 64)
+        queries, keys = torch.randn(1000, size), torch.randn(64, size)
+        raw = (queries @ keys.T).softmax(dim=-1)  # (1000, 64)
         scaled = mechanisms.attention_weights(queries, keys)
         for name, weights in (("unscaled", raw), ("divided by √K", scaled)):
             entropy = -(weights * weights.clamp(min=1e-30).log2()).sum(dim=-1).mean()
