@@ -140,10 +140,8 @@ struct Call {
   struct Share { int from, to; };
   // Returns this thread's part of n rows, in whole blocks.
   Share share(int n) const {
-    int blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK;
-    int from = blocks * thread / threads * ROW_BLOCK;
-    int to = blocks * (thread + 1) / threads * ROW_BLOCK;
-    return {from, to < n ? to : n};
+    int blocks = n / ROW_BLOCK;
+    return {blocks * thread / threads * ROW_BLOCK, blocks * (thread + 1) / threads * ROW_BLOCK};
   }
 
   // Computes x = token embedding + position embedding, if there is one.
@@ -174,10 +172,10 @@ struct Call {
   // must stand between the computation of x and this.
   void multiply(const Matrix& w, Share mine, int n, const float* x, int xs, float* y,
                 int ys) const {
-    Inputs inputs{g.words, g.scales, W, by_tiles};
-    if (g.precision == FLOAT32) multiply_rows(w, mine.from, mine.to, n, x, xs, y, ys);
-    if (g.precision == BFLOAT16) multiply_rows<BFloat16>(w, mine.from, mine.to, n, inputs, y, ys);
-    if (g.precision == INT8) multiply_rows<Int8>(w, mine.from, mine.to, n, inputs, y, ys);
+    Inputs wide{(const uint32_t*)x, nullptr, xs, false}, narrow{g.words, g.scales, W, by_tiles};
+    if (g.precision == FLOAT32) multiply_rows<Float32>(w, mine.from, mine.to, n, wide, y, ys);
+    if (g.precision == BFLOAT16) multiply_rows<BFloat16>(w, mine.from, mine.to, n, narrow, y, ys);
+    if (g.precision == INT8) multiply_rows<Int8>(w, mine.from, mine.to, n, narrow, y, ys);
   }
 
   // Computes normed = norm of x for n tokens, the first ones or those that `indices` names.
@@ -337,8 +335,8 @@ extern "C" EXPORT void gptmini_step(const Model* model, int M, const int* tokens
       call.run_mlp(g.layers[l]);
     }
     call.norm(g.final_norm, n, indices);
-    int V = round_up(g.head.rows);
-    call.multiply(g.head, call.share(g.head.rows), n, g.normed, call.D, logits, V);
+    int V = g.head.rows;  // padded
+    call.multiply(g.head, call.share(V), n, g.normed, call.D, logits, V);
   }
 }
 

@@ -40,13 +40,6 @@ def round_up(width: int, multiple: int = ROW_ALIGNMENT) -> int:
     return -(-width // multiple) * multiple
 
 
-def pad_with_zeros(weights: Tensor, rows: int, columns: int) -> Tensor:
-    """Append rows and columns of zeros; without any, return `weights` itself, not a copy."""
-    if not rows and not columns:
-        return weights
-    return functional.pad(weights, (0, columns, 0, rows))
-
-
 @dataclass(frozen=True)
 class PackedMatrix:
     """A weight matrix in the layout that `Matrix` in product.h describes."""
@@ -72,21 +65,17 @@ def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedM
         bias = torch.cat([each["bias"].detach().float() for each in parameters])  # (rows,)
     missing_rows = -weights.shape[0] % ROW_ALIGNMENT
     missing_columns = -weights.shape[1] % ROW_ALIGNMENT
-    if precision == "float32":  # plain rows
-        weights = pad_with_zeros(weights.float(), 0, missing_columns)
-        rows, columns = weights.shape
-        return PackedMatrix(weights, None, bias, rows, columns)
     scales = None
-    if precision == "bfloat16":
-        weights = weights.bfloat16()
-    else:
+    if precision == "int8":
         weights, scales = quantize(weights)
         scales = functional.pad(scales, (0, missing_rows))
+    else:
+        weights = weights.to(getattr(torch, precision))
     if bias is not None:
         bias = functional.pad(bias, (0, missing_rows))
-    weights = pad_with_zeros(weights, missing_rows, missing_columns)
+    weights = functional.pad(weights, (0, missing_columns, 0, missing_rows))
     rows, columns = weights.shape
-    # A word of 32 bits holds 2 columns of a row in bfloat16, 4 in int8.
+    # A word of 32 bits holds a column of a row in float32, 2 in bfloat16, 4 in int8.
     words = weights.view(rows, -1, 4 // weights.itemsize)  # (rows, words, columns of a word)
     if precision == "int8":
         # product.h extracts bytes 0 and 2 of a word with one shift, then 1 and 3. Put columns 0

@@ -3,7 +3,8 @@
 // For one token each weight is used once, so memory bandwidth is the limit. For many tokens it is
 // arithmetic, and each loaded weight must serve several tokens. So a tile of rows x tokens is
 // computed at a time, with its sums in registers. Every sum adds the columns in order, whatever the
-// tile, so a token's outputs have the same bits whichever tokens share the call.
+// tile, so a token's outputs have the same bits whichever tokens share the call. Behind the first
+// tile of tokens, its rows of weights are in the processor's cache, so memory is still read once.
 //
 // float32 weights are multiplied in float32. For 16-bit inputs, processors have instructions that
 // multiply and add two columns at once: bfloat16 weights are multiplied with inputs rounded to
@@ -24,21 +25,23 @@
 #endif
 
 // WIDTH: the widest registers of this processor, in 32-bit numbers. TOKENS: how many tokens a tile
-// of two registers of rows takes; FLOAT32_TOKENS: how many one of four rows takes. All sums then stay
-// in registers: AVX-512 has 32, others mostly 16.
+// of two registers of rows takes, so that all sums stay in registers: AVX-512 has 32, others mostly
+// 16.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int WIDTH = 16, TOKENS = 8, FLOAT32_TOKENS = 6;
+constexpr int WIDTH = 16, TOKENS = 8;
 #elif defined(__AVX2__)
-constexpr int WIDTH = 8, TOKENS = 6, FLOAT32_TOKENS = 3;
+constexpr int WIDTH = 8, TOKENS = 6;
 #else
-constexpr int WIDTH = 4, TOKENS = 4, FLOAT32_TOKENS = 3;
+constexpr int WIDTH = 4, TOKENS = 4;
 #endif
 // Floats in a vector. The compiler splits vectors for processors with narrower registers.
 constexpr int LANES = 16;
 // Threads share out the rows of a matrix in blocks of this size, which are whole tiles everywhere.
 constexpr int ROW_BLOCK = 32;
-// Widths are padded with zeros to a multiple of this, and so are the rows of bfloat16 and int8.
+// Rows and columns are padded with zeros to a multiple of this.
 constexpr int ROW_ALIGNMENT = 64;
+// How many bytes ahead a panel is fetched from memory for one token.
+constexpr int FETCH_AHEAD = 1024;
 enum { FLOAT32, BFLOAT16, INT8 };
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
@@ -75,68 +78,32 @@ inline Vector load(const float* from) {
   return v;
 }
 
-// -- float32 --------------------------------------------------------------------------------------
-
-// Computes y[m][row + n] = w[row + n] . x[m] for N rows of weights and M tokens. xs and ys are the
-// distances between tokens in x and y. A row has a sum in each lane of a register, and they are
-// added at its end. N and M are template arguments so that the compiler unrolls the inner loops.
-template <int N, int M>
-inline void multiply_tile(const Matrix& w, int row, const float* x, int64_t xs, float* y,
-                          int64_t ys) {
-  Floats sums[N][M] = {};
-  const float* data = (const float*)w.data + (int64_t)row * w.columns;
-  for (int c = 0; c < w.columns; c += WIDTH, data += WIDTH) {
-    for (int n = 0; n < N; n++) {
-      Floats weights = load<Floats>(data + (int64_t)n * w.columns);
-      // Fetch the next tile's weights from memory while this one is multiplied.
-      __builtin_prefetch(data + (int64_t)(n + N) * w.columns);
-      for (int m = 0; m < M; m++) sums[n][m] += weights * load<Floats>(x + m * xs + c);
-    }
-  }
-  for (int n = 0; n < N; n++)
-    for (int m = 0; m < M; m++)
-      y[m * ys + row + n] = sum_lanes(sums[n][m]) + (w.bias ? w.bias[row + n] : 0);
-}
-
-// Multiplies a block of rows with the tokens from m on, M at a time; m ends behind the last.
-template <int M>
-inline void multiply_block(const Matrix& w, int from, int to, int& m, int end, const float* x,
-                           int64_t xs, float* y, int64_t ys) {
-  for (; m + M <= end; m += M) {
-    int row = from;
-    for (; row + 4 <= to; row += 4) multiply_tile<4, M>(w, row, x + m * xs, xs, y + m * ys, ys);
-    for (; row < to; row++) multiply_tile<1, M>(w, row, x + m * xs, xs, y + m * ys, ys);
-  }
-}
-
-// Computes the rows `from` to `to` of y = w x for M tokens. After the first tile of tokens, a block
-// of rows is in the processor's cache, so memory is still read once.
-inline void multiply_rows(const Matrix& w, int from, int to, int M, const float* x, int xs,
-                          float* y, int ys) {
-  for (int row = from; row < to; row += ROW_BLOCK) {
-    const int end = std::min(row + ROW_BLOCK, to);
-    int m = 0;
-    multiply_block<FLOAT32_TOKENS>(w, row, end, m, M, x, xs, y, ys);
-    multiply_block<2>(w, row, end, m, M, x, xs, y, ys);
-    multiply_block<1>(w, row, end, m, M, x, xs, y, ys);
-  }
-}
-
-// -- bfloat16 and int8 ----------------------------------------------------------------------------
+// -- by vectors -----------------------------------------------------------------------------------
 
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));  // of 16-bit numbers
+typedef uint32_t Packed __attribute__((vector_size(4 * WIDTH)));  // in each lane one word
 typedef int16_t Numbers __attribute__((vector_size(4 * WIDTH)));
 
 // Weights lie in panels of 16 rows: the 32-bit words with the first columns of all 16 rows, then
-// the words with the next columns. A word of the inputs holds two columns. `pair` extracts a pair
-// of columns from words of weights. `add` multiplies the pairs of as many rows as a register holds
-// with the same pair of inputs and adds the products to the rows' sums.
-struct BFloat16 {
-  static constexpr int PAIRS = 1;  // of columns in a word of weights
+// the words with the next columns. A word of the inputs holds a column of float32, or a pair of
+// others. `extract` makes a register of words of weights like those of the inputs. `add` multiplies
+// such words of as many rows as a register holds with the same word of inputs and adds the products
+// to the rows' sums.
+struct Float32 {
+  static constexpr int COLUMNS = 1;  // in a word of inputs
+  static constexpr int PARTS = 1;    // words of inputs for a word of weights
   typedef Floats Sums;
-  static Pairs pair(Pairs words, int) { return words; }
-  static Sums add(Sums sums, Pairs weights, Pairs inputs) {
+  static Packed extract(Packed words, int) { return words; }
+  static Sums add(Sums sums, Packed weights, Packed inputs) {
+    return sums + (Floats)weights * (Floats)inputs;
+  }
+};
+
+struct BFloat16 {
+  static constexpr int COLUMNS = 2, PARTS = 1;
+  typedef Floats Sums;
+  static Packed extract(Packed words, int) { return words; }
+  static Sums add(Sums sums, Packed weights, Packed inputs) {
 #if defined(__AVX512BF16__)
     return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)inputs);
 #else  // bfloat16 is the upper half of a float32
@@ -149,13 +116,13 @@ struct BFloat16 {
 // Bytes 0 and 2 of a word are its first pair of columns, bytes 1 and 3 the second. Shifts of 16-bit
 // numbers widen them with their signs. Sums of integers are exact, the same on every processor.
 struct Int8 {
-  static constexpr int PAIRS = 2;
+  static constexpr int COLUMNS = 2, PARTS = 2;
   typedef Integers Sums;
-  static Pairs pair(Pairs words, int i) {
+  static Packed extract(Packed words, int i) {
     Numbers bytes = (Numbers)words;
-    return (Pairs)((i ? bytes : bytes << 8) >> 8);
+    return (Packed)((i ? bytes : bytes << 8) >> 8);
   }
-  static Sums add(Sums sums, Pairs weights, Pairs inputs) {
+  static Sums add(Sums sums, Packed weights, Packed inputs) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
 #elif defined(__AVX512F__) && defined(__AVX512BW__)
@@ -172,53 +139,62 @@ struct Int8 {
 };
 
 struct Inputs {
-  const uint32_t* words;  // pairs of columns; the tokens begin `distance` words apart
+  const uint32_t* words;  // columns or pairs of them; the tokens begin `distance` words apart
   const float* scales;    // (M,) for int16, else unused
   int64_t distance;
   bool by_tiles;  // whether AMX multiplies them; words of int16 are then split
 };
 
-// Multiplies two registers of rows with M tokens.
-template <int M, typename Type>
-inline void multiply_panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
-  typename Type::Sums sums[2][M] = {};
-  const int64_t size = w.columns / (2 * Type::PAIRS) * LANES;  // words in a panel
-  const uint32_t* data[2];
-  for (int n = 0; n < 2; n++) {
-    int at = row + n * WIDTH;
-    data[n] = (const uint32_t*)w.data + at / LANES * size + at % LANES;
+// Multiplies N registers of rows with M of `all` tokens, from `first` on.
+template <int N, int M, typename Type>
+inline void multiply_panel(const Matrix& w, int row, int first, int all, Inputs x, float* y,
+                           int64_t ys) {
+  constexpr int PANELS = std::max(1, N * WIDTH / LANES);  // in which these rows lie
+  typename Type::Sums sums[N][M] = {};
+  const int64_t size = w.columns / (Type::COLUMNS * Type::PARTS) * LANES;  // words in a panel
+  const uint32_t *panels = (const uint32_t*)w.data + row / LANES * size, *data[N];
+  for (int n = 0; n < N; n++) {
+    int at = row % LANES + n * WIDTH;
+    data[n] = panels + at / LANES * size + at % LANES;
   }
-  for (int c = 0; c < w.columns / 2; c += Type::PAIRS) {
-    for (int n = 0; n < 2; n++, data[n - 1] += LANES) {
-      Pairs words;
-      memcpy(&words, data[n], sizeof words);
-      __builtin_prefetch(data[n] + 2 * WIDTH * size / LANES);  // the next rows' weights
-      for (int i = 0; i < Type::PAIRS; i++) {
-        Pairs weights = Type::pair(words, i);
-        for (int m = 0; m < M; m++)
-          sums[n][m] = Type::add(sums[n][m], weights, x.words[m * x.distance + c + i] + Pairs{});
+  // Weights are fetched from memory meanwhile. For one token, those that come soon: many panels at
+  // a time keep the memory busy. For more, those of the next rows: each token fetches its part, so
+  // that no tile waits for memory while the others leave it idle.
+  const char* fetched = (const char*)panels;
+  fetched += all == 1 ? FETCH_AHEAD : 4 * size * PANELS + 4 * size * first / all;
+  const int step = 4 * LANES * M / all;
+  for (int c = 0; c < w.columns / Type::COLUMNS; c += Type::PARTS, fetched += step) {
+    for (int n = 0; n < PANELS; n++) __builtin_prefetch(fetched + 4 * size * n);
+    Packed words[N];
+    for (int n = 0; n < N; n++, data[n - 1] += LANES) memcpy(&words[n], data[n], sizeof words[n]);
+    for (int i = 0; i < Type::PARTS; i++) {
+      Packed weights[N];
+      for (int n = 0; n < N; n++) weights[n] = Type::extract(words[n], i);
+      for (int m = 0; m < M; m++) {
+        uint32_t input;
+        memcpy(&input, x.words + (first + m) * x.distance + c + i, sizeof input);
+        for (int n = 0; n < N; n++)
+          sums[n][m] = Type::add(sums[n][m], weights[n], input + Packed{});
       }
     }
   }
-  for (int n = 0; n < 2; n++)
+  for (int n = 0; n < N; n++)
     for (int m = 0; m < M; m++) {
       Floats sum = __builtin_convertvector(sums[n][m], Floats);
       for (int i = 0, at = row + n * WIDTH; i < WIDTH; i++, at++) {
-        float scale = w.scale ? w.scale[at] * x.scales[m] : 1, bias = w.bias ? w.bias[at] : 0;
+        float scale = w.scale ? w.scale[at] * x.scales[first + m] : 1;
+        float bias = w.bias ? w.bias[at] : 0;
         // An explicit fma: otherwise the compiler could contract it in one tile size only.
-        y[m * ys + at] = std::fma(sum[i], scale, bias);
+        y[(first + m) * ys + at] = std::fma(sum[i], scale, bias);
       }
     }
 }
 
 // Multiplies two registers of rows with the tokens from m on, M at a time; m ends behind the last.
 template <int M, typename Type>
-inline void multiply_panels(const Matrix& w, int row, int& m, int end, Inputs x, float* y,
+inline void multiply_panels(const Matrix& w, int row, int& m, int all, Inputs x, float* y,
                             int64_t ys) {
-  for (; m + M <= end; m += M) {
-    Inputs inputs{x.words + m * x.distance, x.scales + m, x.distance, false};
-    multiply_panel<M, Type>(w, row, inputs, y + m * ys, ys);
-  }
+  for (; m + M <= all; m += M) multiply_panel<2, M, Type>(w, row, m, all, x, y, ys);
 }
 
 // -- the same by AMX ------------------------------------------------------------------------------
@@ -393,14 +369,17 @@ inline void split_int16(const uint32_t* pairs, uint32_t* upper, uint32_t* lower)
 inline bool takes_tiles(int, int) { return false; }
 #endif
 
-// Computes the rows `from` to `to` of y = w x for M tokens, 2 * WIDTH rows at a time.
+// Computes the rows `from` to `to` of y = w x for M tokens.
 template <typename Type>
 void multiply_rows(const Matrix& w, int from, int to, int M, Inputs x, float* y, int ys) {
 #ifdef HAS_TILES
   using Tiles = std::conditional_t<std::is_same_v<Type, Int8>, Int8Tiles, BFloat16Tiles>;
   if (x.by_tiles) return multiply_rows_by_tiles<Tiles>(w, from, to, M, x, y, ys);
 #endif
-  for (int row = from; row < to; row += 2 * WIDTH) {
+  int row = from;
+  for (; M == 1 && row + 8 * WIDTH <= to; row += 8 * WIDTH)
+    multiply_panel<8, 1, Type>(w, row, 0, 1, x, y, ys);
+  for (; row < to; row += 2 * WIDTH) {
     int m = 0;
     multiply_panels<TOKENS, Type>(w, row, m, M, x, y, ys);
     multiply_panels<4, Type>(w, row, m, M, x, y, ys);
