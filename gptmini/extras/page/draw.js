@@ -82,14 +82,6 @@ function makeBar(...parts) {
   );
 }
 
-/** A bar that begins at zero, in the middle. */
-function makeSignedBar(number, scale) {
-  const share = Number.isFinite(number) ? (50 * number) / scale : 0;
-  const style = { left: `${50 + Math.min(0, share)}%`, width: `${Math.abs(share)}%` };
-  const sign = number < 0 ? "down" : "up";
-  return make("span.bar.signed", {}, make(`i.${sign}`, { style }));
-}
-
 /** Rows of label, bar and number. */
 function makeBars(rows) {
   return make(
@@ -175,23 +167,17 @@ function makeFold(title, fill) {
 // -- colors and maps -----------------------------------------------------------------------------
 
 const darkMode = matchMedia("(prefers-color-scheme: dark)");
+const palettes = {}; // pixels of 256 weights, of a light and a dark page
 
 /** The color (r, g, b) of a weight: the square root of it makes small weights visible. */
 function colorOf(weight) {
   const stops = darkMode.matches
-    ? [
-        [26, 29, 33],
-        [44, 108, 168],
-        [236, 246, 255],
-      ]
-    : [
-        [255, 255, 255],
-        [96, 165, 214],
-        [6, 38, 92],
-      ];
+    ? [26, 29, 33, 44, 108, 168, 236, 246, 255]
+    : [255, 255, 255, 96, 165, 214, 6, 38, 92];
   const at = 2 * Math.sqrt(Math.min(1, Math.max(0, weight)));
   const half = at > 1 ? 1 : 0;
-  return stops[half].map((c, i) => Math.round(c + (stops[half + 1][i] - c) * (at - half)));
+  const [from, to] = [half, half + 1].map((n) => stops.slice(3 * n, 3 * n + 3));
+  return from.map((c, i) => Math.round(c + (to[i] - c) * (at - half)));
 }
 
 /** Fill an element with the color of a weight, its text in one that can be read on it. */
@@ -222,10 +208,10 @@ function paintMap(canvas, T, weigh, maxSize = 512) {
   }
   const image = new ImageData(size, size);
   const pixels = new Uint32Array(image.data.buffer); // of a little-endian machine
-  const colors = range(256).map((n) => {
+  const colors = (palettes[darkMode.matches] ??= range(256).map((n) => {
     const [r, g, b] = colorOf((n / 255) ** 2);
     return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-  });
+  }));
   for (let at = 0; at < largest.length; at++) {
     if (largest[at] < 0) continue; // transparent
     pixels[at] = colors[Math.round(255 * Math.sqrt(largest[at]))];

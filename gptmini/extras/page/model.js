@@ -571,8 +571,9 @@ class Attention {
         this.computeScores(row, q.subarray(at, at + K), h, g, start + t, cache.keys);
         hideAttentions(row, off, this.layer, h, start + t);
         weights.set(softmax(row), h * S);
-        if (isHeadOff(off, this.layer, h)) continue; // it adds nothing
         this.sumValues(mixed, at, weights.subarray(h * S, (h + 1) * S), g, cache.values);
+        if (!isHeadOff(off, this.layer, h)) continue;
+        replaceRow(off, this.layer, "mixed", start + t, mixed.subarray(at, at + K), h * K);
       }
       if (record !== null) Object.assign(record[t], { scores, weights });
     }
@@ -636,12 +637,15 @@ function getWindow(config, layer) {
 // -- what is switched off ------------------------------------------------------------------------
 //
 // `off` is null or {heads: [[layer, head]], mlps: [layer], layers: [layer], attentions: [[layer,
-// head, query, key]]}, with any of them left out. A head, MLP or layer that is off adds nothing to
-// the residual stream (a head leaves the bias of o_proj); an attention gets a score of -∞. There,
-// null stands for every layer or head.
+// head, query, key]], from: tokens}, with any of them left out. A head, MLP or layer that is off adds
+// nothing to the residual stream (a head leaves the bias of o_proj); an attention gets a score of
+// -∞. There, null stands for every layer or head.
+//
+// With `from`, a second text, a part that is off adds what it adds there at the same position
+// ("activation patching"), and what it would behind the end of that text. A `Reader` reads it.
 
 function isHeadOff(off, layer, head) {
-  return (off?.heads ?? []).some(([l, h]) => l === layer && h === head);
+  return isLayerOff(off, layer) || (off?.heads ?? []).some(([l, h]) => l === layer && h === head);
 }
 
 function isMlpOff(off, layer) {
@@ -656,6 +660,21 @@ function hideAttentions(scores, off, layer, head, query) {
   for (const [l, h, q, key] of off?.attentions ?? []) {
     const here = (l ?? layer) === layer && (h ?? head) === head && q === query;
     if (here && key < scores.length) scores[key] = -Infinity;
+  }
+}
+
+/** Replace the numbers of a part that is off at a position; they are those from `first` on. */
+function replaceRow(off, layer, name, position, row, first = 0) {
+  if (!off.record) row.fill(0);
+  const other = off.record?.[position]?.layers[layer][name];
+  if (other) row.set(other.subarray(first, first + row.length));
+}
+
+/** Replace what a part that is off adds: rows (T, D). */
+function replaceRows(off, layer, name, start, rows, T) {
+  const D = rows.length / T;
+  for (let t = 0; t < T; t++) {
+    replaceRow(off, layer, name, start + t, rows.subarray(t * D, (t + 1) * D));
   }
 }
 
@@ -676,12 +695,12 @@ class Block {
   forward(x, start, T, cache, off, record) {
     keep(record, "x", x);
     const attnNormed = this.attnNorm.forward(x); // (T, D)
-    let attn = this.attn.forward(attnNormed, start, T, cache, off, record); // (T, D)
-    if (isLayerOff(off, this.layer)) attn = new Float32Array(attn.length);
+    const attn = this.attn.forward(attnNormed, start, T, cache, off, record); // (T, D)
+    if (isLayerOff(off, this.layer)) replaceRows(off, this.layer, "attn", start, attn, T);
     const middle = add(x, attn); // (T, D)
     const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
-    let mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
-    if (isMlpOff(off, this.layer)) mlp = new Float32Array(mlp.length);
+    const mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
+    if (isMlpOff(off, this.layer)) replaceRows(off, this.layer, "mlp", start, mlp, T);
     keep(record, "attn", attn);
     keep(record, "middle", middle);
     keep(record, "mlp", mlp);
@@ -804,7 +823,7 @@ function keep(entries, name, rows) {
  *   v (G, K)
  *   scores (H, S), S = position + 1            with ALiBi; -∞ where a key is hidden
  *   weights (H, S)
- *   mixed (H, K)                               zeros where a head is off
+ *   mixed (H, K)                               replaced where a head is off
  *   attn (D,)                                  what attention adds
  *   middle (D,)                                the residual stream after attention
  *   inner (d_ff,)                              after the activation
@@ -823,6 +842,11 @@ class Reader {
   read(tokens, off = null) {
     if (JSON.stringify(off) !== JSON.stringify(this.off)) this.record.length = 0;
     this.off = structuredClone(off);
+    if (off?.from) {
+      this.other ??= new Reader(this.gpt);
+      this.other.read(off.from);
+      off = { ...off, record: this.other.record };
+    }
     let same = 0;
     while (same < tokens.length && this.record[same]?.token === tokens[same]) same++;
     this.record.length = same;
@@ -867,10 +891,7 @@ function attribute(gpt, entry, token) {
   for (const [layer, { attn }] of gpt.blocks.entries()) {
     const { mixed, attn: added } = entry.layers[layer];
     const isOff = added.every((value) => value === 0);
-    const heads = Array.from({ length: attn.H }, (_, h) =>
-      isOff ? 0 : along(attn.addedByHead(mixed, h)),
-    );
-    parts.heads.push(heads);
+    parts.heads.push(Array.from({ length: attn.H }, (_, h) => along(attn.addedByHead(mixed, h))));
     parts.attnBiases.push(isOff ? 0 : along(attn.oProj.bias));
   }
   return parts;

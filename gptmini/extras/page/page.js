@@ -23,6 +23,7 @@ const state = {
   key: null, // null: the strongest
   neuron: null, // null: the strongest
   off: { heads: [], mlps: [], layers: [], attentions: [] },
+  other: "", // the second text, from which parts that are off are taken
   hasTyped: false,
 };
 
@@ -66,11 +67,14 @@ function readTyped() {
  * `tokens` (T,) are what the model reads, `entries` those of a Reader, `entry` the one of the
  * selected place `at`, `next` the token behind it or null. `rows` are those of `explainFilters` for
  * what comes next, null where no token is left; `before` maps tokens to their probability with
- * nothing switched off, if something is; `target` is the token that attributions are for.
+ * nothing switched off, if something is; `other` are the tokens of the second text, or null;
+ * `target` is the token that attributions are for.
  */
 function compute() {
   readTyped();
-  const off = listOff().length ? state.off : null;
+  const options = [readers.whole, tokenizer, state.sample];
+  const other = state.other === "" ? null : new Continuation(...options, state.other).context;
+  const off = listOff().length ? { ...state.off, from: other } : null;
   const tokens = continuation.context;
   const reader = off ? readers.changed : readers.whole;
   readers.whole.read(tokens);
@@ -96,6 +100,7 @@ function compute() {
     next,
     rows,
     before: rowsBefore && mapChances(rowsBefore),
+    other,
     target: next ?? (rowsBefore ?? rows)?.[0].token ?? findLargest(entry.logits),
     heads: () => (heads ??= summarizeHeads(reader.gpt, readers.whole.record)),
     repeats: () => (repeats ??= repeatsItself(tokens)),
@@ -438,6 +443,14 @@ function makeTextBox(oninput, onfocus = null) {
   return textBox;
 }
 
+/** The box of the second text. */
+function makeOtherBox() {
+  const change = () => choose({ other: box.value });
+  const box = make("textarea", { id: "other", rows: 1, spellcheck: "false", oninput: change });
+  box.value = state.other;
+  return [make("p", {}, make("label", { for: "other" }, say("otherHeading"))), box];
+}
+
 /** Write a text into the box, which makes \n of each \r and \r\n. */
 function writeBox(text) {
   textBox.value = text;
@@ -460,7 +473,6 @@ function readBox(text) {
 
 /** Build everything that stays while text and choices change. */
 function buildPage() {
-  const open = { kinds: places.kinds?.parentElement.open, cause: places.cause?.parentElement.open };
   const type = () => {
     pause();
     state.hasTyped = true;
@@ -469,14 +481,15 @@ function buildPage() {
     if (updateTime < 100) update();
     else typing = setTimeout(update, 200);
   };
-  const fold = (name, heading) => {
+  const fold = (name, heading, ...parts) => {
     const details = make(
       "details.card",
       { id: name },
       make("summary", {}, make("h2", {}, say(heading))),
+      parts,
       makePlace(name, "div"),
     );
-    details.open = open[name] ?? false;
+    details.open = document.getElementById(name)?.open ?? false; // as it was
     details.addEventListener("toggle", () => update());
     return details;
   };
@@ -513,8 +526,8 @@ function buildPage() {
       makePlace("station", "section.card", { id: "station" }),
     ),
     fold("kinds", "kindsHeading"),
-    fold("cause", "causeHeading"),
-    make("footer", {}, say(data.server ? "footServed" : "foot")),
+    fold("cause", "causeHeading", makeOtherBox()),
+    make("footer.note", {}, say(data.server ? "footServed" : "foot")),
     makePlace("off", "div.off.row", { role: "status" }),
     makePlace("spoken", "div.spoken", { "aria-live": "polite" }),
   );

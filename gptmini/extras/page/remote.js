@@ -45,7 +45,7 @@ function buildRemotePage() {
       ),
       make("section.card", {}, makePlace("expect", "div"), makeSettings()),
     ),
-    make("footer", {}, say("footServed")),
+    make("footer.note", {}, say("footServed")),
   );
   showRemote();
 }

@@ -99,7 +99,7 @@ function summarizeFilters() {
     const [count, share] = sums.get(removedBy) ?? [0, 0];
     sums.set(removedBy, [count + 1, share + probability]);
   }
-  const lines = Array.from(sums, ([name, [count, share]]) =>
+  return Array.from(sums, ([name, [count, share]]) =>
     make(
       "p.note",
       {},
@@ -110,7 +110,6 @@ function summarizeFilters() {
       }),
     ),
   );
-  return lines;
 }
 
 // -- the path ------------------------------------------------------------------------------------
@@ -137,7 +136,10 @@ function showPath() {
   const { layer: open } = splitStation(state.station);
   if (open !== null) state.layer = open;
   const large = Math.min(state.layer, now.config.n_layer - 1);
-  const guess = (stream) => make("small.guess", {}, sayGuess(stream));
+  const streams = [...now.entry.layers.map(({ x }) => x), now.entry.x];
+  const chances = streams.map(readEarly);
+  const guess = (n) => make("small.guess", {}, sayGuess(chances[n]));
+  const ranks = chances.map((each) => 1 + each.filter((p) => p > each[now.target]).length);
   const station = (id, name, info, isOff = false) =>
     make(
       `button.station${isOff ? ".off" : ""}`,
@@ -162,18 +164,17 @@ function showPath() {
   const layers = range(now.config.n_layer).map((layer) => {
     const isOff = isLayerOff(state.off, layer);
     const name = say("layerName", { layer });
-    const stream = now.entry.layers[layer + 1]?.x ?? now.entry.x;
     if (layer !== large)
-      return make("li.stream.line", {}, station(`attn:${layer}`, name, guess(stream), isOff));
+      return make("li.stream.line", {}, station(`attn:${layer}`, name, guess(layer + 1), isOff));
     return make(
       "li.stream.layer",
       {},
-      make("div", {}, make("b", {}, name), guess(stream)),
+      make("div", {}, make("b", {}, name), guess(layer + 1)),
       make(
         "ol",
         {},
-        part(`attn:${layer}`, "attn", layer, isOff || areHeadsOff(layer)),
-        part(`mlp:${layer}`, "mlp", layer, isOff || isMlpOff(state.off, layer)),
+        part(`attn:${layer}`, "attn", layer, areHeadsOff(layer)),
+        part(`mlp:${layer}`, "mlp", layer, isMlpOff(state.off, layer)),
       ),
     );
   });
@@ -181,19 +182,24 @@ function showPath() {
     "ol",
     { "aria-label": sayText("pathHeading") },
     make("li", {}, station("tokens", say("tokens"), note(formatCount(now.T)))),
-    make("li.stream", {}, station("embed", say("embed"), guess(now.entry.layers[0].x))),
+    make("li.stream", {}, station("embed", say("embed"), guess(0))),
     layers,
     make("li", {}, station("head", say("head"), note(sayTop(softmax(now.entry.logits))))),
     make("li", {}, station("draw", say("draw"), note(`${sayText("seed")} ${state.sample.seed}`))),
   );
   rove(list, (button) => openStation(button.dataset.station, false));
-  fill(places.path, list, make("p.note", {}, say("streamHelp", { width: now.config.d_model })));
+  fill(
+    places.path,
+    list,
+    make("p.ranks", {}, say("ranks", { token: label(now.target), ranks: ranks.join(" → ") })),
+    make("p.note", {}, say("streamHelp", { width: now.config.d_model })),
+  );
   fill(places.pathHelp, say("pathHelp", { token: labelAt(now.at) }));
 }
 
-/** What the model would say if it ended with this stream (D,): "would say the 12 %". */
-function sayGuess(stream) {
-  return sayText("wouldSay", { top: sayTop(readEarly(stream)) });
+/** What the model would say, of what `readEarly` reads: "would say the 12 %". */
+function sayGuess(chances) {
+  return sayText("wouldSay", { top: sayTop(chances) });
 }
 
 function sayTop(probabilities) {
@@ -357,7 +363,7 @@ function showOffBar() {
   places.off.hidden = off.length === 0;
   fill(
     places.off,
-    say("offNow"),
+    say(now.other ? "offTaken" : "offNow"),
     off.map(([list, item]) =>
       make("button", { onclick: () => toggleOff(list, item) }, nameOff(list, item), " ×"),
     ),
@@ -421,6 +427,7 @@ function showCause() {
   };
   fill(
     places.cause,
+    make("p.note", {}, say("otherHelp", { here: now.T, there: now.other?.length ?? 0 })),
     make("p", {}, say("causeHelp", { token: label(now.target) })),
     rows,
     make("p.note", {}, say("causeSum", sums)),

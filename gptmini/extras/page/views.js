@@ -174,7 +174,6 @@ const STATIONS = {
           .map((place) => make("div", {}, labelAt(place), ` → ${formatCount(now.tokens[place])}`)),
       ],
       shape: `text → (T,) = (${now.T},)`,
-      formula: "",
       code: [
         "gptmini/tokenizer/tokenizers.py",
         "def encode(self, text: str, continues: bool = False) -> Tokens:",
@@ -249,7 +248,6 @@ const STATIONS = {
     plain: say("drawPlain"),
     body: showDraw(),
     shape: "(V,) → 1",
-    formula: "",
     code: [`${GENERATE}filters.py`, "index = sample_index(weights, random)"],
   }),
 };
@@ -273,7 +271,7 @@ function showNorm(norm, before) {
 
 /** The step that shows the stream before a part of a layer and after it. */
 function makeStreamStep(norm, before, after) {
-  const line = (name, stream) => [`${sayText(name)}, ${sayGuess(stream)}`, stream];
+  const line = (name, stream) => [`${sayText(name)}, ${sayGuess(readEarly(stream))}`, stream];
   return makeStep("stream", say("streamHeading"), () =>
     make(
       "div",
@@ -351,7 +349,7 @@ function showAttention(layer) {
   const head = Math.min(state.head, H - 1);
   const key = findKey(layer, head);
   const shared = range(H).filter((h) => Math.floor(h / (H / G)) === Math.floor(head / (H / G)));
-  const isOff = isHeadOff(state.off, layer, head) || isLayerOff(state.off, layer);
+  const isOff = isHeadOff(state.off, layer, head);
   const plain = [
     ...say("attentionPlain", { heads: H }),
     attn.window === null ? "" : [" ", ...say("windowHelp", { count: attn.window })],
@@ -403,8 +401,7 @@ function makeSwitch(isOff, list, item, focus) {
 }
 
 function makeHeadTile(layer, head, isChosen) {
-  const kind = describeHead(layer, head);
-  const isOff = isHeadOff(state.off, layer, head) || isLayerOff(state.off, layer);
+  const isOff = isHeadOff(state.off, layer, head);
   return make(
     `button.tile${isOff ? ".off" : ""}`,
     {
@@ -414,7 +411,7 @@ function makeHeadTile(layer, head, isChosen) {
     },
     make("b", {}, say("headName", { head })),
     drawHead(make("canvas.hatched"), layer, head, 64),
-    make("small", {}, kind),
+    make("small", {}, describeHead(layer, head)),
   );
 }
 
@@ -657,8 +654,7 @@ function showSum(layer, head, g) {
 
 function showOutput(layer, head) {
   const { attn } = now.gpt.blocks[layer];
-  const isOff = isHeadOff(state.off, layer, head) || isLayerOff(state.off, layer);
-  if (isOff) return make("p", {}, say("headIsOff"));
+  if (isHeadOff(state.off, layer, head) && !now.other) return make("p", {}, say("headIsOff"));
   const added = attn.addedByHead(now.entry.layers[layer].mixed, head);
   return make(
     "div",
@@ -696,8 +692,7 @@ function showMlp(layer) {
   );
   const neuron = order.includes(state.neuron) ? state.neuron : order[0];
   const scale = findScale(order.map((n) => inner[n]));
-  const isSigned = inner.some((x) => x < 0);
-  const makeFiring = (x) => (isSigned ? makeSignedBar(x, scale) : makeBar(["solid", x / scale]));
+  const makeFiring = (x) => makeBar([x < 0 ? "down" : "up", Math.abs(x) / scale]);
   const rows = order.map((n) => {
     const over = now.entries.map((entry) => entry.layers[layer].inner[n]);
     const place = findLargest(over);
@@ -727,7 +722,7 @@ function showMlp(layer) {
         make("b", {}, say("layerName", { layer }), " MLP"),
         makeSwitch(isOff, "mlps", layer, "mlp-switch"),
       ),
-      isOff ? null : showPushes(added),
+      isOff && !now.other ? null : showPushes(added),
       make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
       makeTable("neurons", columns, rows),
       make("h4", {}, say("neuronHeading", { neuron })),

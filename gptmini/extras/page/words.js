@@ -104,6 +104,10 @@ const WORDS = {
     "The blue line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is what the head would expect if the model ended there (at temperature 1).",
     "蓝线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是模型若到此为止时的预期（温度为 1）。",
   ],
+  ranks: [
+    "Rank of {token}, from the embedding to the last layer: {ranks}.",
+    "{token} 的排名，从嵌入到最后一层：{ranks}。",
+  ],
   tiedHelp: [
     "Head and embedding are the same table here (tied), so at this place a token mostly predicts itself.",
     "这里的输出头和嵌入是同一张表（权重共享），所以词元在此多半预测它自己。",
@@ -302,7 +306,12 @@ const WORDS = {
   ],
 
   // Cause.
-  causeHeading: ["Switch parts off", "逐个关闭部件"],
+  causeHeading: ["Switch parts off, or swap them", "关闭或替换部件"],
+  otherHeading: ["A second text, if you like", "另一篇文本（可不填）"],
+  otherHelp: [
+    "With it, a part that is off adds what it adds there, in place of nothing (activation patching), position by position: both texts should have equally many tokens. Here {here}, there {there}.",
+    "填入后，关闭的部件不是什么也不加，而是加上它在另一篇文本中同一位置所加的量（激活修补），所以两篇的词元数应相等。这里 {here} 个，那里 {there} 个。",
+  ],
   causeHelp: [
     "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token}, beyond what it adds to all tokens alike, which changes nothing (blue raises, orange lowers).",
     "点按一个部件将其关闭，预期的变化显示它有何用处。数字是该部件直接加到 {token} 的 logit 上、超出它对所有词元平均所加的量；对所有词元相同的部分不起作用（蓝色升高，橙色降低）。",
@@ -314,6 +323,7 @@ const WORDS = {
   wholeLayer: ["whole layer", "整层"],
   allHeads: ["all heads", "所有头"],
   offNow: ["Off:", "已关闭："],
+  offTaken: ["From the second text:", "取自另一篇文本："],
   allOn: ["all on", "全部打开"],
   changed: ["{token} next: {before} → {after}", "下一个是 {token}：{before} → {after}"],
   foot: [

@@ -283,6 +283,66 @@ def test_what_is_switched_off_is_off_in_pytorch(visit, shape):
     torch.testing.assert_close(read(tab, tokens), plain, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("shape", ["gqa", "gpt2", "bloom"])
+def test_what_comes_from_a_second_text_does_in_pytorch(visit, shape):
+    run = random_run(shape)
+    tab = visit(build_page(run))
+    tokens = random_texts(30)[-1]
+    T = len(tokens)
+    K = run.config.model.head_dim
+    plain = read(tab, tokens)
+
+    def check(off, parts, other) -> None:
+        """Parts are (submodule, channels); they give there what they get from the other text."""
+        model = rounded(run, "bfloat16").model
+        n = min(T, len(other))
+        handles, taken = [], {}
+
+        def swap(name, channels):
+            # What a head passes to o_proj, which is where heads are apart; or all that a part adds.
+            part = model.get_submodule(name)
+
+            def take(rows):
+                taken[name, str(channels)] = rows[..., channels].clone()
+
+            def put(rows):
+                rows = rows.clone()
+                rows[:, :n, channels] = taken[name, str(channels)][:, :n]
+                return rows
+
+            if name.endswith("o_proj"):
+                handles.append(part.register_forward_pre_hook(lambda m, given: take(*given)))
+                return lambda: part.register_forward_pre_hook(lambda m, given: (put(*given),))
+            handles.append(part.register_forward_hook(lambda m, given, rows: take(rows)))
+            return lambda: part.register_forward_hook(lambda m, given, rows: put(rows))
+
+        begin = [swap(*part) for part in parts]
+        logits_of(model, other)
+        for handle in handles:
+            handle.remove()
+        for each in begin:
+            each()
+        expected = logits_of(model, tokens)
+        shown = read(tab, tokens, {**off, "from": other})
+        torch.testing.assert_close(shown, expected, atol=1e-4, rtol=0)
+        assert (expected[:n] - plain[:n]).abs().max() > 0.01
+
+    head = ("blocks.1.attn.o_proj", slice(2 * K, 3 * K))
+    mlp = ("blocks.0.mlp", slice(None))
+    layer = [("blocks.1.attn", slice(None)), ("blocks.1.mlp", slice(None))]
+    longer = random_texts(60)[-1] + tokens
+    for other in (longer[:T], longer[: T // 2], longer[: T + 1]):
+        check({"heads": [[1, 2]]}, [head], other)
+        check({"mlps": [0], "heads": [[1, 2]]}, [mlp, head], other)
+        check({"layers": [1]}, layer, other)
+    parts = tab.evaluate("attribute(opened.gpt, reader.record.at(-1), 3)")
+    shares = [parts["embedding"], parts["position"], parts["normBias"], *parts["attnBiases"]]
+    total = sum(shares) + sum(parts["mlps"]) + sum(map(sum, parts["heads"]))
+    logits = torch.tensor(tab.evaluate("Array.from(reader.record.at(-1).logits)"))
+    assert total == pytest.approx((logits[3] - logits.mean()).item(), abs=1e-4)
+    torch.testing.assert_close(read(tab, tokens), plain, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("shape", ["gqa", "gpt2", "bloom", "llama"])
 def test_the_record_is_what_pytorch_computes(visit, shape):
     run = random_run(shape)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gptmini.extras.interop.tokenizer_json import (
     build_added_token,
@@ -359,6 +360,8 @@ def test_pointing_at_the_map_says_the_weight_and_moves_nothing(visit):
     frame = tab.locator(".frame")
     frame.scroll_into_view_if_needed()
     before = frame.bounding_box()
+    assert tab.locator(".names").bounding_box()["height"] == pytest.approx(before["height"])
+    assert before["width"] == pytest.approx(before["height"])
     side = before["width"] / len(PROMPT)
     for query, key in ((3, 1), (12, 12), (21, 4)):
         tab.mouse.move(before["x"] + (key + 0.5) * side, before["y"] + (query + 0.5) * side)
@@ -409,6 +412,45 @@ def test_switching_off_changes_the_expectation_as_the_model_says(visit):
     check_bars(tab, whole)
 
 
+def test_a_second_text_lends_what_is_off(visit):
+    tab = opened(visit, random_run())
+    tab.locator("#cause > summary").click()
+    other = PROMPT.replace("cat", "dog")
+    tab.locator("#other").press_sequentially(other)
+    lent = "([text, off]) => chances(fresh(text, 20, off).logits, 0.8)"
+    whole = tab.evaluate(lent, [PROMPT, None])
+    check_bars(tab, whole)  # nothing is off yet
+    tab.locator("[data-focus='cell-mlps-1']").click()
+    off = {"mlps": [1], "from": list(other.encode())}
+    check_bars(tab, tab.evaluate(lent, [PROMPT, off]))
+    assert tab.locator("div.off").inner_text().startswith("From the second text:")
+    change = re.findall(r"([\d.]+) %", tab.locator(".off .change").inner_text())
+    after = tab.evaluate(lent, [PROMPT, off])[ord("t")]
+    assert [float(each) / 100 for each in change] == pytest.approx(
+        [whole[ord("t")], after], abs=0.006
+    )
+    tab.get_by_role("button", name="中文").click()
+    assert tab.locator("#other").input_value() == other
+    tab.locator("#other").fill("")
+    check_bars(tab, tab.evaluate(lent, [PROMPT, {"mlps": [1]}]))
+
+
+@pytest.mark.parametrize("shape", ["default", "gpt2", "llama"])
+def test_the_rank_of_what_came_is_said_of_each_layer(visit, shape):
+    run = random_run(shape)
+    tab = opened(visit, run)
+    model = rounded(run, "bfloat16").model
+    streams: list[torch.Tensor] = []
+    for part in (*model.blocks, model.final_norm):
+        part.register_forward_pre_hook(lambda module, given: streams.append(given[0]))
+    with torch.no_grad():
+        model(torch.tensor([list(PROMPT.encode())]))
+        logits = model.final_norm(torch.stack(streams)[:, 0, 20].clone()) @ model.head_weight.T
+    ranks = 1 + (logits > logits[:, ord("t"), None]).sum(dim=1)  # (L + 1,)
+    said = " → ".join(map(str, ranks.tolist()))
+    assert tab.locator(".ranks").inner_text().endswith(f": {said}.")
+
+
 def test_attributions_are_those_of_the_model(visit):
     tab = opened(visit, random_run("gpt2"))
     tab.locator("#cause > summary").click()
@@ -416,7 +458,7 @@ def test_attributions_are_those_of_the_model(visit):
     cells = tab.locator("[data-focus^='cell-heads'] b").all_inner_texts()
     heads = [share for row in parts["heads"] for share in row]
     assert [real(cell) for cell in cells] == pytest.approx(heads, abs=0.006)
-    sums = re.findall(rf"{MINUS}?\d+\.\d+", tab.locator("#cause .note").first.inner_text())
+    sums = re.findall(rf"{MINUS}?\d+\.\d+", tab.locator("#cause .note").last.inner_text())
     *terms, logit, mean = map(real, sums)
     assert len(terms) == 5
     logits = tab.evaluate("text => Array.from(fresh(text, 20).logits)", PROMPT)
