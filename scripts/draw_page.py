@@ -27,7 +27,7 @@ def draw_page(page: Path, folder: Path) -> None:
         tab.screenshot(path=folder / "front.png")
         tab.set_viewport_size({"width": WIDTH, "height": 1120})
         tab.locator("[data-station='attn:1']").click()
-        tab.locator("#path").evaluate("card => card.scrollIntoView()")
+        tab.locator("#station").evaluate("card => card.scrollIntoView()")
         tab.screenshot(path=folder / "page.png")
         browser.close()
 

@@ -637,12 +637,12 @@ function getWindow(config, layer) {
 // -- what is switched off ------------------------------------------------------------------------
 //
 // `off` is null or {heads: [[layer, head]], mlps: [layer], layers: [layer], attentions: [[layer,
-// head, query, key]], from: tokens}, with any of them left out. A head, MLP or layer that is off adds
-// nothing to the residual stream (a head leaves the bias of o_proj); an attention gets a score of
-// -∞. There, null stands for every layer or head.
+// head, query, key]], from: tokens}, with any of them left out. A head, MLP or layer that is off
+// adds nothing to the residual stream (a head leaves the bias of o_proj); an attention gets a score
+// of -∞. There, null stands for every layer or head.
 //
-// With `from`, a second text, a part that is off adds what it adds there at the same position
-// ("activation patching"), and what it would behind the end of that text. A `Reader` reads it.
+// With `from`, a second text that a `Reader` reads, a part that is off adds what it adds there at
+// the same position ("activation patching"); behind the end of that text nothing is replaced.
 
 function isHeadOff(off, layer, head) {
   return isLayerOff(off, layer) || (off?.heads ?? []).some(([l, h]) => l === layer && h === head);
@@ -835,14 +835,15 @@ class Reader {
   constructor(gpt) {
     this.gpt = gpt;
     this.cache = new KVCache(gpt.config);
-    this.off = null;
+    this.off = null; // what was off, as JSON
   }
 
   /** Read tokens (T,), T > 0, as the whole text; return the logits (V,) after the last. */
   read(tokens, off = null) {
-    if (JSON.stringify(off) !== JSON.stringify(this.off)) this.record.length = 0;
-    this.off = structuredClone(off);
-    if (off?.from) {
+    const written = JSON.stringify(off);
+    if (written !== this.off) this.record.length = 0;
+    this.off = written;
+    if (off?.from?.length) {
       this.other ??= new Reader(this.gpt);
       this.other.read(off.from);
       off = { ...off, record: this.other.record };
@@ -908,21 +909,18 @@ function summarizeHeads(gpt, record) {
   const repetitions = findRepetitions(record);
   return gpt.blocks.map(({ attn, layer }) =>
     Array.from({ length: attn.H }, (_, h) => {
-      const weightsOf = ({ position, layers }) =>
-        layers[layer].weights.subarray(h * (position + 1), (h + 1) * (position + 1));
+      const weigh = ({ position, layers }, key) =>
+        layers[layer].weights[h * (position + 1) + key];
       const sums = { previous: 0, first: 0, itself: 0 };
       for (const entry of queries) {
-        const { position } = entry;
-        const weights = weightsOf(entry);
-        sums.previous += weights[Math.max(position - 1, 0)];
-        sums.first += weights[0];
-        sums.itself += weights[position];
+        sums.previous += weigh(entry, Math.max(entry.position - 1, 0));
+        sums.first += weigh(entry, 0);
+        sums.itself += weigh(entry, entry.position);
       }
       for (const name of Object.keys(sums)) sums[name] /= queries.length;
       let induction = 0;
       for (const { entry, keys } of repetitions) {
-        const weights = weightsOf(entry);
-        for (const key of keys) induction += weights[key];
+        for (const key of keys) induction += weigh(entry, key);
       }
       return { ...sums, induction: repetitions.length ? induction / repetitions.length : null };
     }),

@@ -476,14 +476,13 @@ function makeLargeMap(layer, head, key) {
   );
   // As many labels as have room, each beside its row; none stand on their heads.
   const every = Math.ceil(T / 24);
-  const names = range(T).map((place) =>
-    make(
-      "span",
-      {},
-      place % every ? null : [make("small", {}, `${place} `), spellNodes(now.tokens[place])],
-    ),
-  );
-  return make("div.map", {}, readout, make("div.names", {}, names), frame);
+  const names = range(Math.ceil(T / every)).map((n) => {
+    const place = n * every;
+    const style = { "grid-row": place + 1 };
+    return make("span", { style }, `${place} `, spellNodes(now.tokens[place]));
+  });
+  const style = { "grid-template-rows": `repeat(${T}, minmax(0, 1fr))` };
+  return make("div.map", {}, readout, make("div.names", { style }, names), frame);
 }
 
 /** The steps of all that one head computes for one query and one key. */

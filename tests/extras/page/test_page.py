@@ -88,18 +88,18 @@ def test_it_opens_where_one_sees_what_came(visit):
 def test_an_exported_page_opens_on_a_text_of_its_own(visit):
     tab = opened(visit, random_run(), "")
     assert tab.locator("#top .chip").count() > 10
-    assert tab.locator("textarea").input_value() != ""
+    assert tab.locator("#text").input_value() != ""
 
 
 def test_typing_changes_the_bars(visit):
     tab = opened(visit, random_run())
     before = bars(tab)
-    tab.locator("textarea").press_sequentially(" so")
-    typed = tab.locator("textarea").input_value()
+    tab.locator("#text").press_sequentially(" so")
+    typed = tab.locator("#text").input_value()
     assert tab.locator("#top .chip").count() == len(typed)
     assert bars(tab) != before
     check_bars(tab, tab.evaluate("text => chances(fresh(text).logits, 0.8)", typed))
-    tab.locator("textarea").fill("")
+    tab.locator("#text").fill("")
     assert "<|endoftext|>" in tab.locator("#top .chips").inner_text()
 
 
@@ -107,7 +107,7 @@ def test_an_edit_outlines_what_was_expected_before(visit):
     tab = opened(visit, random_run())
     outline = tab.locator(".expected .before")
     assert outline.count() == 0
-    tab.locator("textarea").press_sequentially("s")
+    tab.locator("#text").press_sequentially("s")
     before = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)
     row = tab.locator(".expected").first
     token = int(row.get_attribute("data-token"))
@@ -115,7 +115,7 @@ def test_an_edit_outlines_what_was_expected_before(visit):
     assert width / 100 == pytest.approx(before[token], abs=1e-5)
     select(tab, 3)
     assert outline.count() == 0
-    tab.locator("textarea").press_sequentially("s")
+    tab.locator("#text").press_sequentially("s")
     assert outline.count() >= 10
     tab.get_by_role("button", name="One token").click()
     assert outline.count() == 0
@@ -156,7 +156,7 @@ def test_it_generates_what_generate_does_and_takes_it_back(visit):
     assert tab.evaluate(drawn) == text.tokens[:2]
     for _ in range(2):
         tab.get_by_role("button", name="Take back").click()
-    assert tab.locator("textarea").input_value() == "The cat"
+    assert tab.locator("#text").input_value() == "The cat"
     assert tab.get_by_role("button", name="Take back").is_disabled()
     tab.get_by_role("button", name="Generate").click()
     tab.wait_for_function("() => continuation.tokens.length === 6 && timer === null")
@@ -216,7 +216,7 @@ def check_read(tab: Any, text: str) -> None:
 
 def test_typing_leaves_the_rest_of_the_text_as_it_is(visit):
     tab = opened(visit, random_run(), "a\r\nb\rc")
-    box = tab.locator("textarea")
+    box = tab.locator("#text")
     box.press("End")
     box.press("d")
     check_read(tab, "a\r\nb\rcd")
@@ -236,7 +236,7 @@ def test_typing_leaves_the_rest_of_the_text_as_it_is(visit):
 
 def test_a_paste_an_undo_and_an_input_method_are_read(visit):
     tab = opened(visit, random_run(), "a\r\nb")
-    box = tab.locator("textarea")
+    box = tab.locator("#text")
     box.press("Control+End")
     tab.get_by_role("button", name="One token").click()
     tab.get_by_role("button", name="Take back").click()
@@ -261,10 +261,10 @@ def test_typing_while_it_generates_pauses_it(visit):
     tab = opened(visit, random_run(sample={"max_new_tokens": 40}), "ab")
     tab.get_by_role("button", name="Generate").click()
     tab.wait_for_function("() => continuation.tokens.length >= 3")
-    tab.locator("textarea").press("Home")
-    tab.locator("textarea").press("x")
+    tab.locator("#text").press("Home")
+    tab.locator("#text").press("x")
     assert tab.evaluate("timer") is None
-    text = tab.locator("textarea").input_value()
+    text = tab.locator("#text").input_value()
     assert tab.evaluate("textBox.selectionStart") == text.index("x") + 1
     assert tab.evaluate("getText().replace(/\\r\\n?/g, '\\n')") == text
     assert tab.evaluate("continuation.tokens.length") == 0
@@ -469,13 +469,13 @@ def test_attributions_are_those_of_the_model(visit):
 def test_the_induction_head_is_named_by_its_score(visit):
     tab = opened(visit, random_run())
     tab.locator("#kinds > summary").click()
-    tab.locator("textarea").fill("abc")
+    tab.locator("#text").fill("abc")
     columns = tab.locator(".kinds thead th")
     assert columns.all_inner_texts() == ["heads", "previous", "first", "itself"]
-    tab.locator("textarea").fill(PROMPT)
+    tab.locator("#text").fill(PROMPT)
     assert columns.count() == 4  # words come twice in it, but it does not repeat itself
     tab.get_by_role("button", name="Repeat my text").click()
-    assert tab.locator("textarea").input_value() == f"{PROMPT}\n{PROMPT}"
+    assert tab.locator("#text").input_value() == f"{PROMPT}\n{PROMPT}"
     scores = tab.evaluate("now.heads().flat().map(({ induction }) => induction)")
     shown = [percent(each) for each in tab.locator(".kinds td:nth-child(5)").all_inner_texts()]
     assert shown == pytest.approx(scores, abs=0.006)
@@ -525,7 +525,7 @@ def test_every_station_opens_and_nothing_overflows(visit, shape):
             said = tab.evaluate("document.body.innerText")
             assert re.search("NaN|undefined|Infinity|null", said) is None
             assert tab.evaluate(overflowing) == [False, []], station
-    tab.locator("textarea").fill("x" * 300 + " \u4e2d\u6587\t\r\x07\U0001f468")
+    tab.locator("#text").fill("x" * 300 + " \u4e2d\u6587\t\r\x07\U0001f468")
     assert tab.evaluate(overflowing) == [False, []]
 
 
@@ -539,7 +539,7 @@ def test_hostile_texts_run_nothing(visit):
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
     assert tab.evaluate("document.scripts.length") == 4
     assert "<img src=x onerror=alert(1)>" in tab.locator("h1").inner_text()
-    tab.locator("textarea").fill("<script>alert(2)</script><svg onload=alert(3)>")
+    tab.locator("#text").fill("<script>alert(2)</script><svg onload=alert(3)>")
     assert tab.locator("#top .chip", has_text="<").count() >= 3
 
 
@@ -568,7 +568,7 @@ def test_it_speaks_chinese(visit, browser):
     assert tab.locator("#kinds[open], #cause[open]").count() == 2
     assert tab.get_by_role("button", name="生成").count() == 1
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
-    assert tab.locator("textarea").input_value() == PROMPT
+    assert tab.locator("#text").input_value() == PROMPT
     english = re.findall(r"[A-Za-z]{4,}", tab.locator("#top").inner_text())
     assert set(english) <= {"temperature"}
     context = browser.new_context(offline=True, locale="zh-CN")
@@ -683,7 +683,7 @@ def read(name: str) -> str:
 def test_a_text_that_is_slow_to_read_waits_for_a_pause_in_typing(visit):
     tab = opened(visit, random_run())
     tab.evaluate("updateTime = 1000; 0")
-    tab.locator("textarea").fill("another text")
+    tab.locator("#text").fill("another text")
     before, tokens = tab.evaluate(
         "() => [now.tokens, tokenizer.encode('another text')].map((each) => Array.from(each))"
     )
@@ -693,9 +693,9 @@ def test_a_text_that_is_slow_to_read_waits_for_a_pause_in_typing(visit):
         arg=str(tokens).replace(" ", ""),
     )
     tab.evaluate("updateTime = 1000; 0")
-    tab.locator("textarea").fill("a third")
+    tab.locator("#text").fill("a third")
     tab.get_by_role("button", name="One token").click()  # before the pause
-    assert tab.locator("textarea").input_value().startswith("a third")
+    assert tab.locator("#text").input_value().startswith("a third")
 
 
 def test_only_what_is_raised_is_called_raised(visit):
