@@ -9,7 +9,7 @@ from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
 from gptmini.plan.estimates import CandidateModel
-from gptmini.plan.recipe import TextSize, compute_useful_steps, reads_often
+from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, reads_often
 from gptmini.plan.timing import (
     SECONDS_AFTER_EVALUATION,
     Machine,
@@ -24,6 +24,12 @@ MAX_EVALUATION_SHARE = 0.05
 MAX_EVALUATIONS = 10
 # Evaluate this much less often than there is time for: the machine may turn out to be faster.
 EVALUATION_INTERVAL_MARGIN = 1.25
+# Where there is time for the last evaluation only, it stays the only one on a faster machine.
+LAST_EVALUATION_MARGIN = 4
+# All of the held-out text is read, so that losses of one text compare, if that takes no more of the
+# time than this; else a part is, in the share of evaluations (scripts/LOG.md: How far is the loss
+# of a part from that of all held-out text?).
+MAX_WHOLE_EVALUATION_SHARE = 0.1
 # An evaluation may take this many times its estimate: a large vocabulary's logits are ranked.
 MAX_EVALUATION_SLOWDOWN = 2
 # Tokens at each evaluation; fewer say nothing.
@@ -46,6 +52,8 @@ MIN_ROW_LENGTH = 256
 # become shorter, which also spares memory; then fewer. It ends where the optimizer's update takes
 # longer than the passes: smaller batches would hardly be faster.
 TARGET_UPDATES = 60
+# Fewer updates teach next to nothing.
+MIN_UPDATES = 20
 
 
 def states_all_sizes(config: Config) -> bool:
@@ -198,13 +206,14 @@ def choose_steps(
     seconds: float,
     machine: Machine,
     held_out: int,
+    text: TextSize,
     step_time: StepTime | None = None,
-    useful_steps: float = math.inf,
 ) -> Config:
     """Choose the steps that the seconds left allow, and how often to evaluate, save and log.
 
-    Steps that are not stated are at most `useful_steps`. An evaluation reads the `held_out` tokens,
-    or a part of them if all take too long. A step is timed unless its time is known.
+    Steps that are not stated are no more than are useful for the text. An evaluation reads the
+    `held_out` tokens, or a part of them if all take too long. A step is timed unless its time is
+    known.
     """
     if step_time is None:
         per_step = _measure_seconds_per_step(config, seconds, machine)
@@ -222,19 +231,18 @@ def choose_steps(
     between_steps = (evaluations - 1) * evaluation + (max(saves, evaluations) - 1) * saving
     left = seconds - between_steps - after_last_step
     stated_steps = _get_stated_steps(config)
-    if left < per_step and not stated_steps:
-        warn(
-            "train.minutes: too short for this machine, so training makes a single step; "
-            "use more minutes or a smaller model"
-        )
+    useful_steps = compute_useful_steps(config, text)
     steps = stated_steps or max(1, int(min(left / per_step, useful_steps)))
+    if steps < MIN_UPDATES and not stated_steps:
+        _warn_of_few_steps(config.with_train(steps=steps), per_step, text)
     if steps < int(left / per_step) and not stated_steps:
         takes = format_duration(steps * per_step + between_steps + after_last_step)
         say_header(
             f"  time      training takes about {takes} of it: reading so short a text more often "
             "would make the model worse"
         )
-    eval_every = math.ceil(EVALUATION_INTERVAL_MARGIN * steps / evaluations)
+    margin = EVALUATION_INTERVAL_MARGIN if evaluations > 1 else LAST_EVALUATION_MARGIN
+    eval_every = math.ceil(margin * steps / evaluations)
     # The best evaluation is saved. So that nothing is saved twice, a save is due there anyway.
     saves_per_evaluation = 1 if saves == 1 else math.ceil(saves * eval_every / steps)
     save_every = max(1, eval_every // saves_per_evaluation)
@@ -247,6 +255,25 @@ def choose_steps(
     return config.fill_open({"train": chosen})
 
 
+def _warn_of_few_steps(config: Config, per_step: float, text: TextSize) -> None:
+    """Say that the minutes are too few, unless a short text is read once all the same."""
+    epochs = count_epochs(config, text)
+    if epochs >= 1:
+        return
+    steps = f"about {format_count(config.train.steps, 'step')}"
+    if config.base.run is None:
+        warn(
+            f"train.minutes: too short for this machine: {steps}, too few to learn from; use more "
+            "minutes or a smaller model"
+        )
+        return
+    epoch = format_duration(config.train.steps / epochs * per_step)
+    warn(
+        f"train.minutes: too short for this base on this machine: {steps}, which read "
+        f"{epochs:.1%} of the text; reading it once takes about {epoch}"
+    )
+
+
 def _estimate_saving_seconds(config: Config) -> float:
     """Estimate the time of writing a checkpoint."""
     checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * count_parameters(config.model)
@@ -256,15 +283,16 @@ def _estimate_saving_seconds(config: Config) -> float:
 def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
     """Set `eval_tokens` if reading all held-out text takes too large a share of the time.
 
-    A fine-tuning also evaluates its base.
+    A fine-tuning also evaluates its base. A part is a power of two, so that runs of about one speed
+    read the same.
     """
     evaluations = 1 if config.base.run is None else 2
     reading = estimate_evaluation_seconds(config, per_step, held_out) - SECONDS_AFTER_EVALUATION
-    needed = MAX_EVALUATION_SLOWDOWN * evaluations * reading
-    if needed <= MAX_EVALUATION_SHARE * seconds:
+    if evaluations * reading <= MAX_WHOLE_EVALUATION_SHARE * seconds:
         return config
+    needed = MAX_EVALUATION_SLOWDOWN * evaluations * reading
     affordable = int(MAX_EVALUATION_SHARE * seconds / needed * held_out)
-    eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, affordable)
+    eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, 1 << affordable.bit_length() >> 1)
     if eval_tokens >= held_out:
         return config
     return config.fill_open({"train": {"eval_tokens": eval_tokens}})
@@ -362,8 +390,9 @@ def compute_steps_for_minutes(
     train = config.train
     step, seconds = now
     first_step, first_seconds = since
-    is_cooling = train.cooldown == 1 or get_cooldown_steps(train) >= train.steps - step
-    if train.minutes is None or is_cooling:
+    # The first step of the cool-down has the full rate, too.
+    has_cooled = train.cooldown == 1 or get_cooldown_steps(train) > train.steps - step + 1
+    if train.minutes is None or has_cooled:
         return train.steps
     per_step = (seconds - first_seconds) / (step - first_step)
     evaluation = max(evaluating, estimate_evaluation_seconds(config, per_step, held_out))

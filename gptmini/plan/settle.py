@@ -241,10 +241,9 @@ def settle_steps(plan: Plan) -> Plan:
     request = plan.request
     config = plan.config
     if request.minutes is not None:
-        useful = compute_useful_steps(config, plan.text_size)
         seconds = plan.machine.get_seconds_left(request.minutes)
         config = minutes.choose_steps(
-            config, seconds, plan.machine, plan.corpus.held_out, plan.step_time, useful
+            config, seconds, plan.machine, plan.corpus.held_out, plan.text_size, plan.step_time
         )
     elif request.existing is not None and request.steps_follow_minutes:
         most = max(request.existing.train.steps, compute_useful_steps(config, plan.text_size))

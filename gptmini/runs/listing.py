@@ -32,9 +32,10 @@ class RunSummary:
     """A line of the list.
 
     `step` is the last one that was logged if the run is being trained, else that of the newest
-    checkpoint. `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds
-    since 1970. `source` is what the run or its base was imported from. A model of one's own has
-    `parameters` that only its code knows: None. `problem` says why a run cannot be read.
+    checkpoint. `val_loss` and `val_bpb` are the last that were logged, of `eval_tokens` of the
+    held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
+    or its base was imported from. A model of one's own has `parameters` that only its code knows:
+    None. `problem` says why a run cannot be read.
     """
 
     path: str
@@ -46,6 +47,7 @@ class RunSummary:
     parameters: int | None = None
     val_loss: float | None = None
     val_bpb: float | None = None
+    eval_tokens: int | None = None
     source: str = ""
     removable: tuple[FileSize, ...] = ()
     problem: str = ""
@@ -109,6 +111,7 @@ def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> Ru
         parameters=None if state.get("own_model") else count_parameters(config.model),
         val_loss=val_loss,
         val_bpb=val_bpb,
+        eval_tokens=config.train.eval_tokens,
         source=str(state.get("source", "")),
         removable=tuple(measure(removed) for removed in removable),
     )
@@ -140,11 +143,13 @@ def format_runs(runs: list[RunSummary]) -> str:
 
 
 def _format_row(run: RunSummary) -> list[str]:
-    note = run.problem
+    notes = [run.problem] if run.problem else []
     if run.source:
-        note = f"from {run.source}"
+        notes.append(f"from {run.source}")
+    if run.eval_tokens is not None:
+        notes.append(f"loss of {run.eval_tokens:,} tokens")
     if run.being_trained:
-        note = "being trained now"
+        notes.append("being trained now")
     return [
         run.path,
         "" if run.step is None else f"{run.step}/{run.steps}",
@@ -153,7 +158,7 @@ def _format_row(run: RunSummary) -> list[str]:
         "" if run.val_bpb is None else f"{run.val_bpb:.4f}",
         format_bytes(run.bytes),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written)),
-        note,
+        "; ".join(notes),
     ]
 
 

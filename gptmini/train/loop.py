@@ -41,7 +41,9 @@ from gptmini.train.sample import generate_sample
 from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 
-STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minutes again
+# After which the number of steps is fitted to the minutes again; just before the cool-down, after
+# each.
+STEPS_BETWEEN_FITS = 5
 
 
 def train(
@@ -212,17 +214,21 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
     whole run.
     """
     config = training.config
+    settings = config.train
     now = (training.step, training.progress.seconds)
-    first_update = training.first_update
-    if first_update is None:
+    since = training.first_update
+    if since is None:
         training.first_update = now
-        return
-    if training.step % STEPS_BETWEEN_FITS:
+        since = (0, 0.0)  # all updates so far
+    cooldown_begins = settings.steps - get_cooldown_steps(settings)
+    to_next = STEPS_BETWEEN_FITS - training.step % STEPS_BETWEEN_FITS
+    is_last_chance = training.step - 1 <= cooldown_begins < training.step + to_next
+    if to_next < STEPS_BETWEEN_FITS and not is_last_chance:
         return
     steps = training.group.on_rank_zero(
         lambda: compute_steps_for_minutes(
             config,
-            first_update,
+            since,
             now,
             training.elapsed,
             training.corpus.held_out,
@@ -230,10 +236,10 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
             training.saving_seconds,
         )
     )
-    if steps > config.train.steps:
+    if steps > settings.steps:
         useful = compute_useful_steps(config, training.plan.text_size)  # more overfit
-        steps = max(config.train.steps, int(min(steps, useful)))
-    if steps != config.train.steps:
+        steps = max(settings.steps, int(min(steps, useful)))
+    if steps != settings.steps:
         training.config = config.with_train(steps=steps)
         training.group.on_rank_zero(lambda: training.run.write_config(training.config))
         bar.set_steps(steps)

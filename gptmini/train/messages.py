@@ -32,8 +32,8 @@ def say_header_lines(training: Training) -> None:
     held_out = training.corpus.held_out
     if train.eval_tokens is not None and train.eval_tokens < held_out:
         say_header(
-            f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out, always "
-            f"the same"
+            f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out; gptmini "
+            f"evaluate reads all"
         )
     if not training.steps_follow_minutes:  # else the minutes decide, and how long the text is
         _warn_of_many_epochs(training.config, training.plan.text_size)

@@ -40,7 +40,15 @@ def test_a_run_is_listed_with_its_figures(gptmini, run):
     assert head.split()[:2] == ["run", "steps"]
     assert row.split()[:2] == ["runs/text", "4/4"]
     assert f"{validation['val_bpb']:.4f}" in row
+    assert "tokens" not in row  # but all of the held-out text
     assert "cache: " in out
+
+
+def test_the_loss_of_a_part_of_the_text_is_marked(gptmini, run):
+    settled = RunDirectory(Path(run))
+    settled.write_config(settled.load_config().with_train(eval_tokens=1024))
+    assert gptmini("runs")[1].splitlines()[1].endswith("  loss of 1,024 tokens")
+    assert list_runs(gptmini)["runs"][0]["eval_tokens"] == 1024
 
 
 def test_only_what_nothing_needs_can_be_deleted(gptmini, run):
