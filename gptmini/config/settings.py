@@ -169,7 +169,7 @@ class TokenizerConfig(Section):
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":
-            yield "vocab_size", f"only kind bpe has a choice, not {self.kind}; leave vocab_size out"
+            yield "vocab_size", f"only kind bpe has a choice, not {self.kind}; set kind to bpe"
 
 
 class DataConfig(Section):
@@ -232,7 +232,8 @@ class TrainConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default_factory=lambda data: min(100, data["steps"] // 40)
     )
-    """Steps over which the rate rises from 0; default: steps / 40, at most 100."""
+    """Steps over which the rate rises from 0; default: steps / 40, at most 100; from a base at
+    least two."""
     schedule: Literal["cosine", "linear"] = "linear"
     """How the learning rate falls during the cool-down."""
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7

@@ -52,6 +52,10 @@ TOKENS_PER_SAMPLE = 1000
 MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
 MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
 
+# Fine-tuning warms up for a quarter of few steps: AdamW moves every weight by the whole rate from
+# the first step on (scripts/LOG.md: Do a few steps from a base need a warm-up?).
+MAX_WARMUP_FROM_BASE = 10
+
 
 def make_plan(
     requested: Config,
@@ -150,7 +154,7 @@ def say_text(request: Request, corpus: Corpus) -> None:
 
 
 def say_base(config: Config, corpus: Corpus) -> None:
-    """Show the base, and warn if a new model may learn more of the text.
+    """Show the base, and warn if a new model may learn more of the text, or if it may forget.
 
     A vocabulary that was learned from other writing makes several tokens of a character, as GPT-2's
     does of Chinese. One of English makes more of German than of English, and of a long text in
@@ -159,6 +163,11 @@ def say_base(config: Config, corpus: Corpus) -> None:
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
     say_header(f"  base      {base.run}{step}: its weights and tokenizer")
+    if corpus.tokenizer.chat_template is not None and not corpus.has_ignored:
+        warn(
+            f"{corpus.name}: {base.run} answers questions, and may forget how on text that has "
+            f"no conversations; add some, or begin from a base that only continues texts"
+        )
     kind = corpus.tokenizer.kind
     if kind == "byte":
         return
@@ -248,7 +257,18 @@ def settle_steps(plan: Plan) -> Plan:
     elif request.existing is not None and request.steps_follow_minutes:
         most = max(request.existing.train.steps, compute_useful_steps(config, plan.text_size))
         config = config.with_train(steps=int(min(config.train.steps, most)))
+    if config.base.run is not None and "warmup_steps" not in request.stated.train.model_fields_set:
+        config = config.with_train(warmup_steps=choose_warmup_from_base(config, request.existing))
     return replace(plan, config=config)
+
+
+def choose_warmup_from_base(config: Config, existing: Config | None) -> int:
+    """Choose for how many steps fine-tuning warms up; a run that is resumed keeps its choice."""
+    train = config.train
+    if existing is not None:
+        return min(existing.train.warmup_steps, train.steps)
+    few = min(MAX_WARMUP_FROM_BASE, max(2, train.steps // 4))
+    return min(train.steps, max(few, train.warmup_steps))
 
 
 def settle_recipe(plan: Plan) -> Plan:

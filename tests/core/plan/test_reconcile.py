@@ -414,6 +414,23 @@ def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monk
     assert make_plan(requested, run, run.path.parent / "cache").config == config
 
 
+@pytest.mark.parametrize(
+    ("train", "warmup"),
+    [
+        ({"steps": 1}, 1),
+        ({"steps": 6}, 2),
+        ({"steps": 16}, 4),
+        ({"steps": 100}, 10),
+        ({"steps": 800}, 20),
+        ({"steps": 16, "warmup_steps": 0}, 0),
+    ],
+)
+def test_few_steps_from_a_base_warm_up(base, other_text, tmp_path, train, warmup):
+    sections = on(base, other_text).model_dump(exclude_unset=True) | {"train": train}
+    plan = make_plan(validate(sections, {}), None, tmp_path / "cache", dry_run=True)
+    assert plan.config.train.warmup_steps == warmup
+
+
 def test_a_plan_needs_no_weights(base, requested, tmp_path):
     for file in base.checkpoints.glob("*/model.safetensors"):
         file.unlink()

@@ -14,6 +14,7 @@ from gptmini.config.settings import Config, DataConfig
 from gptmini.data.chats import IGNORED
 from gptmini.data.corpus import prepare_text
 from gptmini.generate.run import Run, load_run
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
 from gptmini.train.batches import IGNORE_INDEX
@@ -180,6 +181,17 @@ def test_a_text_counts_whole_beside_conversations(base, chats, tmp_path):
     assert [file.has_ignored for file in corpus.training] == [False, True]
     assert corpus.has_ignored
     assert "of conversations, the answers count" in corpus.format_summary("")
+
+
+def test_a_text_without_conversations_is_noted(base, chats, tmp_path, capsys):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("A text in which nobody asks. " * 100)
+    noted = []
+    for path in (chats, plain, [str(chats), str(plain)]):
+        config = make_config(base, chats, {"path": path if isinstance(path, list) else str(path)})
+        make_plan(config, None, tmp_path / "cache", dry_run=True)
+        noted.append("may forget how" in capsys.readouterr().err)
+    assert noted == [False, True, False]
 
 
 def test_a_sample_answers_a_question_that_was_held_out(base, chats, tmp_path):
