@@ -454,20 +454,20 @@ def test_an_attribution_is_the_slope_of_the_logit_along_what_was_added(visit):
     assert parts["mlps"][1] == pytest.approx(expected, abs=1e-4)
 
 
+INDUCTION = """tokens => {
+  const reader = new Reader(opened.gpt);
+  reader.read(tokens);
+  return summarizeHeads(opened.gpt, reader.record)
+    .map((row) => row.map(({ induction }) => induction)); }"""
+
+
 def test_a_new_model_has_its_wired_induction_head(visit):
     run = random_run({"n_layer": 3, "d_model": 64})
     torch.manual_seed(0)
     model = GPT(run.config.model).eval()
     tab = visit(build_page(Run(run.path, run.config, run.tokenizer, model, run.state)))
     tokens = torch.randperm(run.tokenizer.vocab_size)[: CONTEXT // 2].tolist()
-    scores = tab.evaluate(
-        """tokens => {
-          const reader = new Reader(opened.gpt);
-          reader.read([...tokens, ...tokens]);
-          return summarizeHeads(opened.gpt, reader.record)
-            .map((row) => row.map(({ induction }) => induction)); }""",
-        tokens,
-    )
+    scores = tab.evaluate(INDUCTION, 2 * tokens)
     *_, (second, *_), (first, *head) = sorted(
         (score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
     )
@@ -483,12 +483,5 @@ def test_induction_is_the_weight_on_what_followed_the_token_before(visit):
     model = rounded(run, "bfloat16").model
     weights = compute_attention_weights(model, tokens)  # (L, H, T, T)
     expected = torch.stack([weights[:, :, t, keys].sum(-1) for t, keys in followers.items()])
-    found = tab.evaluate(
-        """tokens => {
-          const reader = new Reader(opened.gpt);
-          reader.read(tokens);
-          return summarizeHeads(opened.gpt, reader.record)
-            .map((row) => row.map(({ induction }) => induction)); }""",
-        tokens,
-    )
+    found = tab.evaluate(INDUCTION, tokens)
     assert torch.tensor(found) == pytest.approx(expected.mean(dim=0), abs=1e-4)

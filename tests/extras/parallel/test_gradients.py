@@ -1,9 +1,16 @@
-"""Muon's share of whole matrices, and the tree over the ranks."""
+"""Muon's share of whole matrices, and buckets of gradients."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from gptmini.extras.parallel.gradients import share_orthogonalize
+from gptmini.extras.parallel import gradients
+from gptmini.extras.parallel.gradients import FastGradients, share_orthogonalize
 from gptmini.extras.parallel.ranks import Ranks
 from gptmini.model.optim import orthogonalize, orthogonalize_one_by_one
 
@@ -35,6 +42,30 @@ def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, cou
         assert torch.equal(torch.cat(sent)[:count], alone)
 
 
-def test_a_rank_without_matrices_orthogonalizes_none():
-    nothing = torch.empty(0, 3, 5)
-    assert orthogonalize_one_by_one(nothing).shape == (0, 3, 5)
+def test_each_bucket_is_sent_once_a_step_when_its_gradients_are_complete(monkeypatch):
+    """As if another rank had the same gradients; here several buckets and micro-batches."""
+    sent: list[int] = []
+
+    def double(flat: torch.Tensor, async_op: bool) -> Any:
+        sent.append(len(flat))
+        flat.mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", double)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 48)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))  # 31 numbers
+    alone = copy.deepcopy(model)
+    fast = FastGradients(model.parameters(), n=3)
+    for step in (1, 2):
+        for each in (model, alone):
+            each.zero_grad()
+        for _ in range(3):
+            x = torch.randn(5, 3)
+            for each in (model, alone):
+                each(x).square().sum().backward()
+            fast.after_backward()
+        fast.finish()
+        for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours.grad, 2 * expected.grad)
+        assert sum(sent) == step * 31
+    assert len(sent) > 2

@@ -882,12 +882,16 @@ HALF = (
 )
 
 
-def test_a_request_has_its_time(run: Run):
+def test_a_request_has_its_time(run: Run, monkeypatch):
+    submitted: list[Request] = []
+    submit = Scheduler.submit
+    monkeypatch.setattr(Scheduler, "submit", lambda *a: submitted.extend(a[1]) or submit(*a))
     with serving(run, max_rows=1, request_seconds=2) as url:
         answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
         assert answer.status_code == 504
         assert answer.json()["error"]["message"].startswith("not done in 2 seconds")
         assert answer.headers["x-should-retry"] == "false"  # it would take as long again
+        assert submitted[0].text.finish_reason == "gone"  # it leaves its row to others
         stream = HTTP.post(f"{url}/v1/completions", json=LONG)
         *_, last = filter(None, stream.text.splitlines())  # an event, or all if none came before
         assert "not done in 2 seconds" in last
