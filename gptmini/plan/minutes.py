@@ -269,8 +269,8 @@ def _warn_of_few_steps(config: Config, per_step: float, text: TextSize) -> None:
         return
     epoch = format_duration(config.train.steps / epochs * per_step)
     warn(
-        f"train.minutes: too short for this base on this machine: {steps}, which read "
-        f"{epochs:.1%} of the text; reading it once takes about {epoch}"
+        f"train.minutes: too short for this base on this machine: {steps}, {epochs:.1%} of the "
+        f"text; reading all of it takes about {epoch}"
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gptmini.config.load import DEFAULT_CONFIG_FILE, load_config, validate
 from gptmini.config.settings import Config, TrainConfig
+from gptmini.console import format_duration
 from gptmini.data.corpus import prepare_corpus
 from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import cost, estimates, minutes, recipe
@@ -348,6 +349,19 @@ def test_minutes_that_are_too_short_are_said_to_be(capsys):
         "warning: train.minutes: too short for this machine: about 1 step, too few to learn from; "
         "use more minutes or a smaller model",
     ]
+
+
+def test_minutes_that_are_too_short_for_a_base_are_said_to_be(capsys):
+    assert tuned(6000).train.steps > minutes.MIN_UPDATES
+    assert "warning" not in capsys.readouterr().err
+    plan = tuned(60)
+    read = plan.train.steps * plan.train.batch_size * plan.seq_len / 1e6
+    steps = f"about {plan.train.steps} steps, {read:.1%} of the text"
+    said = capsys.readouterr().err
+    assert f"too short for this base on this machine: {steps}; reading all of it takes" in said
+    passes = cost.count_training_flops(plan.model, plan.seq_len) / 1e11
+    seconds = 1e6 * (passes + 0.5 / (plan.train.batch_size * plan.seq_len))  # 0.5 s for an update
+    assert said.endswith(f"takes about {format_duration(seconds)}\n")
 
 
 def test_a_plan_says_what_preparing_has_left(capsys):
