@@ -38,6 +38,8 @@ MAX_RELATIVE_DIFFERENCE = 1e-5
 MAX_DIFFERENCE_OF_TRANSFORMERS = 1e-3
 MAX_DIFFERENCE_OF_LLAMA_CPP = 0.05
 COMPARED_POSITIONS = 1024
+# Of a large vocabulary the logits of all positions would take more memory than the model.
+MAX_COMPARED_LOGITS = 1 << 24
 GENERATED_TOKENS = 4  # by another program
 MAX_PROMPT = 32  # tokens before them
 HARD_TEXTS = [
@@ -113,38 +115,46 @@ def export_run(
         gguf.check_supported(config, run.tokenizer, weights)
     with files.atomic_output(out) as partial:
         tokens = choose_tokens(run, cache)  # (2, T)
-        expected = compute_logits(run.config.model, run.model.state_dict(), tokens)  # (2, T, V)
+        every = max(1, tokens.numel() * run.tokenizer.vocab_size // MAX_COMPARED_LOGITS)
+
+        def compute(config: ModelConfig, weights: Tensors) -> Tensor:
+            return compute_logits(config, weights, tokens, every)  # (2, T / every, V)
+
+        expected = compute(run.config.model, run.model.state_dict())
         if not expected.isfinite().all():
             raise CheckpointError(f"{run.path}: logits are not finite; its weights are bad")
         if to == "hf":
             huggingface.write_folder(partial, run, model_type, config, folded)
             read_config, read_weights = huggingface.read_model(partial, config.context_length)
-            read_back = compute_logits(read_config, dict(read_weights), tokens)
+            read_back = compute(read_config, dict(read_weights))
             difference = check_logits(out, expected, read_back)
             if find_spec("tokenizers"):
                 read_tokenizer = huggingface.read_tokenizer(partial, run.tokenizer.vocab_size)
                 check_tokens(out, run.tokenizer, read_tokenizer)
             rounding = 0.0
-            generated_by = generate_by_transformers(out, partial, run.tokenizer, expected, tokens)
+            generated_by = generate_by_transformers(
+                out, partial, run.tokenizer, expected, tokens, every
+            )
         else:
             gguf.write_gguf(partial, run, model_type, config, folded, weights)
             read_config, read_weights, read_tokenizer = gguf_reader.read_gguf(
                 partial, config.context_length
             )
             check_tokens(out, run.tokenizer, read_tokenizer)
-            read_back = compute_logits(read_config, dict(read_weights), tokens)
+            read_back = compute(read_config, dict(read_weights))
             # Rounding is no fault, so it is kept out of the comparison: the file must be equal to
             # the rounded weights, and the folded weights to the run.
-            wide = compute_logits(config, folded, tokens)  # (2, T, V)
+            wide = compute(config, folded)
             rounded = gguf.round_to_type(folded, weights)
-            narrow = compute_logits(config, rounded, tokens)
+            narrow = compute(config, rounded)
             rounding = float((wide - narrow).abs().max())
             difference = check_logits(out, narrow, read_back)
             difference += check_logits(out, expected, wide)
             generated_by = generate_by_llama_cpp(out, partial, config, rounded, tokens)
     scale = float(expected.abs().max())
     chats = run.tokenizer.chat_template is not None
-    return Export(out, model_type, difference, rounding, scale, tokens.numel(), chats, generated_by)
+    compared = expected[..., 0].numel()
+    return Export(out, model_type, difference, rounding, scale, compared, chats, generated_by)
 
 
 def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
@@ -182,11 +192,12 @@ def check_logits(
 
 
 @torch.inference_mode()
-def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
-    """Return the logits (B, T, V) of tokens (B, T)."""
+def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor, every: int = 1) -> Tensor:
+    """Return the logits of tokens (B, T) at `every` so many positions, (B, T / every, V)."""
     model = create_undrawn(config).eval()
     model.load_state_dict({name: each.float() for name, each in weights.items()}, assign=True)
-    return model(tokens)
+    hidden = model.forward_hidden(tokens)[:, ::every]  # (B, T / every, D)
+    return model.compute_logits(hidden)
 
 
 def choose_tokens(run: Run, cache: Path) -> Tensor:
@@ -211,12 +222,13 @@ def choose_tokens(run: Run, cache: Path) -> Tensor:
 
 
 def generate_by_transformers(
-    out: Path, folder: Path, tokenizer: Tokenizer, expected: Tensor, tokens: Tensor
+    out: Path, folder: Path, tokenizer: Tokenizer, expected: Tensor, tokens: Tensor, every: int
 ) -> str | None:
     """Load an export with transformers, compare, and generate as its files say.
 
     Returns the program's name and version, None if it is not installed. Raises GptminiError for
-    other logits (B, T, V) of `tokens` (B, T), other tokens or texts, and whatever it raises itself.
+    other logits than `expected` of `tokens` (B, T) at `every` so many positions, for other tokens
+    or texts, and for whatever it raises itself.
     """
     try:
         import transformers  # noqa: PLC0415 - an extra
@@ -227,7 +239,8 @@ def generate_by_transformers(
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
         reader: Any = transformers.AutoTokenizer.from_pretrained(folder)
         with torch.inference_mode():
-            found = model(tokens).logits
+            compared = torch.arange(0, tokens.shape[1], every)
+            found = model(tokens, logits_to_keep=compared).logits
         n_new = min(GENERATED_TOKENS, tokens.shape[1])
         model.generate(tokens[:1, :1], max_new_tokens=n_new)
         read = {text: reader(text)["input_ids"] for text in HARD_TEXTS}

@@ -369,6 +369,15 @@ def test_logits_are_compared_on_a_text_and_on_random_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_of_a_large_vocabulary_the_logits_of_some_positions_are_compared(to, tmp_path, monkeypatch):
+    run = run_of(tmp_path / "run")
+    assert export_run(run, tmp_path / "all", to).tokens == 2 * 40
+    every_third = 2 * 40 * run.tokenizer.vocab_size // 3
+    monkeypatch.setattr(exporting, "MAX_COMPARED_LOGITS", every_third)
+    assert export_run(run, tmp_path / "some", to).tokens == 2 * 14
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_a_run_may_have_a_name_of_any_bytes_and_its_export_survives_a_power_cut(
     to, tmp_path, monkeypatch
 ):
