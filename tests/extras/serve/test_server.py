@@ -572,6 +572,11 @@ def test_other_encodings_of_a_body_are_refused(url: str):
         assert read_head(sender).startswith("HTTP/1.1 501 ")
 
 
+def test_a_second_host_is_refused(url: str):
+    with connection(url, GET + b"Host: evil.example\r\n\r\n") as sender:
+        assert read_head(sender).startswith("HTTP/1.1 400 ")
+
+
 def test_prompts_that_take_long_leave_the_server_to_others(run: Run, monkeypatch):
     begun, enough = threading.Semaphore(0), threading.Event()
     prepare = Server._prepare
