@@ -1,4 +1,4 @@
-"""What is not torch's, and why: RMSNorm, dropout and cross-entropy in less time and memory.
+"""What is not torch's, and why: norm, activation, dropout and loss in less time and memory.
 
 Each computes what its name says, so a reader of the model may skip this file.
 
@@ -62,6 +62,30 @@ class _RMSNorm(torch.autograd.Function):
         return dx.addcmul_(scale, mean), dweight, None
 
 
+def square_relu(x: Tensor) -> Tensor:
+    """Compute relu(x)², with a backward pass made for a CPU.
+
+    There torch makes four passes over memory of what one can do. Compiled code has its own.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.relu(x).square()
+    return _SquareReLU.apply(x)
+
+
+class _SquareReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rectified = F.relu(x)
+        ctx.save_for_backward(rectified)
+        return rectified.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (rectified,) = ctx.saved_tensors
+        return torch.addcmul(gradient.new_zeros(()), gradient, rectified, value=2)
+
+
 class Dropout(nn.Module):
     """Zeroes each element with probability p, rounded to a multiple of 1/256; scales up the rest.
 
@@ -84,8 +108,8 @@ class Dropout(nn.Module):
         words = torch.randint(-(2**63), 2**63 - 1, (n_words,), device=x.device)
         random_bytes = words.view(torch.uint8)[: x.numel()].view(x.shape)
         # Compared in float32: of a comparison of bytes, Inductor makes slow code.
-        kept = (random_bytes.float() >= self.drop_threshold).to(x.dtype)
-        return x * kept * (256 / (256 - self.drop_threshold))  # faster than masked_fill
+        kept = random_bytes.float().ge_(self.drop_threshold).to(x.dtype)  # 0 or 1
+        return (x * kept).mul_(256 / (256 - self.drop_threshold))  # faster than masked_fill
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:

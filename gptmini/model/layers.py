@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.kernels import RMSNorm
+from gptmini.model.kernels import RMSNorm, square_relu
 
 
 def create_norm(config: ModelConfig) -> nn.Module:
@@ -41,7 +41,7 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             hidden = F.silu(self.gate_proj(x)) * hidden
         elif self.activation == "relu2":
-            hidden = F.relu(hidden).square()
+            hidden = square_relu(hidden)
         else:
             hidden = F.gelu(hidden, approximate="tanh")
         return self.down_proj(hidden)  # (B, T, D)

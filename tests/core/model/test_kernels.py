@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmini.model import kernels
-from gptmini.model.kernels import Dropout, RMSNorm, cross_entropy_, linear_cross_entropy
+from gptmini.model.kernels import (
+    Dropout,
+    RMSNorm,
+    cross_entropy_,
+    linear_cross_entropy,
+    square_relu,
+)
 from tests.storages import StorageCounter
 
 
@@ -200,6 +206,19 @@ def test_the_compiled_softmax_is_the_plain_one():
     right = compute_by_definition(hidden, weight, targets)
     found = (loss.detach(), hidden.grad, weight.grad)
     torch.testing.assert_close(found, tuple(tensor.float() for tensor in right))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_square_of_relu_and_its_gradient_are_those_of_torch(dtype: torch.dtype):
+    torch.manual_seed(0)
+    values = torch.randn(41, 43, dtype=dtype)
+    values[0] = 0
+    x = values.requires_grad_()
+    other = torch.randn(41, 43, dtype=dtype)
+    ours, torchs = square_relu(x), F.relu(x).square()
+    assert torch.equal(ours, torchs)
+    gradients = [torch.autograd.grad(y, x, other)[0] for y in (ours, torchs)]
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.25, 0.5, 0.9, 255 / 256])
