@@ -283,9 +283,9 @@ def estimate_training_bytes(
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse large blocks instead of returning them to the system at every step.
+    """Make glibc reuse large blocks instead of returning them to the system after every pass.
 
-    Without this, page faults make steps slower (scripts/LOG.md: Does returning freed memory cost
+    Without this, page faults make passes slower (scripts/LOG.md: Does returning freed memory cost
     time?).
     """
     if sys.platform != "linux":

@@ -16,7 +16,7 @@ from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import CheckpointError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
-from gptmini.machine import Compute, pick_device
+from gptmini.machine import Compute, keep_freed_memory, pick_device
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import iter_validation_batches
@@ -142,6 +142,7 @@ def evaluate_run(
     run: Run, texts: list[TokenFile], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
     """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
+    keep_freed_memory()
     seq_len = run.config.seq_len
     batches = iter_validation_batches(texts, seq_len, batch_size, stride)
     n_windows = sum(math.ceil(len(text) / (stride or seq_len)) for text in texts)
