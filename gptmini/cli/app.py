@@ -4,7 +4,9 @@ Results go to stdout, everything else to stderr. A command imports the modules i
 runs: torch takes more than a second to load, and `--help` should be quick.
 """
 
+import atexit
 import difflib
+import gc
 import io
 import os
 import re
@@ -124,6 +126,8 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP reads this once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+    # Or Python would search all objects for garbage before it ends.
+    atexit.register(gc.freeze)
     _prepare_streams()
     _catch_stop_signals()
     try:

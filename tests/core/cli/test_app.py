@@ -198,6 +198,16 @@ def test_help_answers_without_torch():
     assert "generate" in done.stdout
 
 
+def test_a_command_ends_without_a_search_for_garbage():
+    check = (
+        "import atexit, gc, sys; sys.argv = ['gptmini', '--version']\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"
+        "from gptmini.cli.app import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\nTrue\n")
+
+
 def test_a_command_of_a_deleted_guest_says_so(gptmini, monkeypatch):
     loaded = [name for name in sys.modules if name.startswith("gptmini.extras.")]
     for name in ("gptmini.extras", "gptmini.extras.interop", *loaded):
