@@ -127,7 +127,8 @@ def cut_text(text: PreparedText, trial: Trial, folder: Path) -> tuple[Path, int]
     steps = min(trial.steps, int(epochs * len(data) / step_bytes))
     kept = data[: math.ceil(steps * step_bytes / epochs / (1 - VALIDATION))]
     path = folder / f"{trial.text}-{trial.regime}-{trial.steps}.txt"
-    files.atomic_write_bytes(path, kept.decode("utf-8", "ignore").encode())
+    if not path.exists():  # another trial may be reading it
+        files.atomic_write_bytes(path, kept.decode("utf-8", "ignore").encode())
     return path, steps
 
 
@@ -161,10 +162,9 @@ def build_config(trial: Trial, recipe: Settings, text: PreparedText, folder: Pat
     return validate(shared, {})
 
 
-def train(trial: Trial, recipe: Settings, text: PreparedText, folder: Path) -> Settings:
+def train(trial: Trial, config: Config, text: PreparedText, folder: Path) -> Settings:
     """Train a recipe; return its bits per byte on the test part and the seconds of its updates."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    config = build_config(trial, recipe, text, folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if trial.recipe.startswith("nanochat"):
             found = train_nanochat(config, trial, text, folder / "cache")
@@ -303,10 +303,11 @@ def measure(
             for name, (path, tokenizer) in texts.items()
         }
         with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            waiting = [
-                pool.submit(train, trial, recipes[trial.recipe], prepared[trial.text], folder)
-                for trial in trials
-            ]
+            waiting = []
+            for trial in trials:
+                text = prepared[trial.text]
+                config = build_config(trial, recipes[trial.recipe], text, folder)
+                waiting.append(pool.submit(train, trial, config, text, folder))
             for trial, future in zip(trials, waiting, strict=True):  # so that seeds are in order
                 found = future.result()
                 row = f"{trial.text}, {trial.regime}, {trial.size}"
