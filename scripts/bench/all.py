@@ -48,6 +48,8 @@ def describe_machine() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = (line.split(": ")[1] for line in lines if line.startswith("model name"))
         processor = next(names, processor).replace("(R)", "")
+    if torch.cpu._is_amx_tile_supported():
+        processor += " with AMX"
     return {
         "processor": processor,
         "cores": psutil.cpu_count(),

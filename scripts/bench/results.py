@@ -212,7 +212,9 @@ class Results:
 
     def _compare(self, heading: str, rows: Iterable[tuple[str, str, tuple[str, str, str]]]) -> str:
         """Draw the medians of ratios, each beside what it is compared with."""
-        lines = [f"| on two cores | beside | {heading} |", "|---|---|---|"]
+        machine = self.facts["machine"]
+        lines = [f"| on {machine['cores']} cores, {machine['processor']} | beside | {heading} |"]
+        lines.append("|---|---|---|")
         for what, beside, (table, row, ratio) in rows:
             factor = statistics.median(self.tables[table].compute(row, ratio))
             lines.append(f"| {what} | {beside} | {factor:.2g} x |")

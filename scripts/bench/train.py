@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from bench.results import SHAKESPEARE, Extent, Table, check_text
 from gptmini.config.load import find_config_file, load_config
-from gptmini.machine import keep_freed_memory, pick_compute
+from gptmini.machine import Compute, keep_freed_memory, multiplies_bfloat16, pick_compute
 from gptmini.plan.cost import count_training_flops
 from gptmini.plan.timing import Machine
 
@@ -110,14 +110,16 @@ def train_baseline(path: Path, steps: int) -> tuple[float, float]:
     return seconds, loss.item()
 
 
-def time_baseline_step(path: Path) -> float:
-    """Seconds a step of the GPU recipe (6 x 6 x 384, 64 x 256 tokens), in float32."""
+def time_baseline_step(path: Path, dtype: torch.dtype = torch.float32) -> float:
+    """Seconds a step of the GPU recipe (6 x 6 x 384, 64 x 256 tokens), with products in `dtype`."""
     model = Baseline(6, 6, 384, 256, encode_characters(path)[2])
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(64, 256, dtype=torch.long)
     for _ in range(2):  # the first one allocates
         started = time.perf_counter()
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        with Compute(torch.device("cpu"), dtype).autocast():
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return time.perf_counter() - started
@@ -168,14 +170,18 @@ def measure_steps(runs: Runs, tables: Tables, extent: Extent) -> None:
     shape = ["model={n_layer: 6, n_head: 6, d_model: 384}", "train.batch_size=64"]
     short = [f"train.steps={3 if extent == 'trial' else 9}", "train.log_every=1"]
     short += ["data.validation=0.01", "train.eval_tokens=256"]
+    types = {"": torch.float32}
+    if multiplies_bfloat16(torch.device("cpu")):
+        types[", beside bfloat16"] = torch.bfloat16
     for _ in range({"trial": 1, "quick": 2, "full": 5}[extent]):
-        plain = time_baseline_step(runs.path)
+        plain = {words: time_baseline_step(runs.path, dtype) for words, dtype in types.items()}
         for mode, name in (("off", "eager"), ("on", "compiled")):
             metrics = runs.train(None, *shape, *short, f"train.compile={mode}")
             seconds = statistics.median(64 * 256 / m["tokens_per_second"] for m in metrics[2:])
-            row = f"seconds a step, 6 x 6 x 384, 64 x 256 tokens, {name}"
-            tables.speed.append(row, "plain PyTorch", plain)
-            tables.speed.append(row, "gptmini", seconds)
+            for words, baseline in plain.items():
+                row = f"seconds a step, 6 x 6 x 384, 64 x 256 tokens, {name}{words}"
+                tables.speed.append(row, "plain PyTorch", baseline)
+                tables.speed.append(row, "gptmini", seconds)
 
 
 def measure_small(runs: Runs, tables: Tables, extent: Extent) -> None:
