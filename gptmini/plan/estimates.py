@@ -4,7 +4,7 @@ Those of a CPU were measured on one or two cores. Those of an accelerator are es
 those of torch.compile.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ class Estimates:
     probe_rows, probe_length: the pass by which fine-tuning finds how large a batch may be.
     compile_speedup: how much faster passes become where torch.compile pays.
     compile_seconds: what compiling takes.
-    min_seconds_to_compile: of training, below which compiling is not tried.
     startup_seconds: a command's time before its steps: imports, text, timing, the first kernels.
     few_epochs, many_epochs: the models that `train.minutes` chooses from, small to large, by
     how often they read the text.
@@ -43,10 +42,14 @@ class Estimates:
     probe_length: int
     compile_speedup: float
     compile_seconds: float
-    min_seconds_to_compile: float
     startup_seconds: float
     few_epochs: tuple[CandidateModel, ...]
     many_epochs: tuple[CandidateModel, ...]
+
+    @property
+    def min_seconds_to_compile(self) -> float:
+        """Get the seconds of training of which compiling saves as many as it takes."""
+        return self.compile_seconds / (1 - 1 / self.compile_speedup)
 
 
 # Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md: Which sizes for
@@ -80,13 +83,15 @@ CPU = Estimates(
     max_tokens_per_pass=8192,  # more leave the caches
     probe_rows=1,
     probe_length=64,
-    compile_speedup=1.2,  # 1.05 to 1.45
-    compile_seconds=12,
-    min_seconds_to_compile=90,  # compiling takes less than a quarter of that
+    compile_speedup=1.15,  # scripts/LOG.md: When does compiling pay on a CPU?
+    compile_seconds=30,
     startup_seconds=5,
     few_epochs=CPU_FEW_EPOCHS,
     many_epochs=CPU_MANY_EPOCHS,
 )
+
+# Its tiles multiply so fast that what compiling speeds up is a larger share of a step.
+CPU_WITH_AMX = replace(CPU, compile_speedup=1.2, compile_seconds=12)
 
 ACCELERATOR_MODELS = (
     CandidateModel(2, 128, 256, 4096, 1.8),
@@ -107,7 +112,6 @@ ACCELERATOR = Estimates(
     probe_length=1024,
     compile_speedup=1.35,  # scripts/LOG.md: What does an H100 say?
     compile_seconds=20,
-    min_seconds_to_compile=80,  # compiling takes a quarter of that
     startup_seconds=10,
     few_epochs=ACCELERATOR_MODELS,
     many_epochs=ACCELERATOR_MODELS,
@@ -115,4 +119,6 @@ ACCELERATOR = Estimates(
 
 
 def get_estimates(device: torch.device) -> Estimates:
-    return CPU if device.type == "cpu" else ACCELERATOR
+    if device.type != "cpu":
+        return ACCELERATOR
+    return CPU_WITH_AMX if torch.cpu._is_amx_tile_supported() else CPU
