@@ -5,9 +5,7 @@ What is wrong with the settings is said before torch is loaded.
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from gptmini.cli.options import (
     Assignments,
@@ -55,7 +53,6 @@ def train(
     ),
     threads: Threads = None,
     assignments: Assignments = None,
-    no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Train a model on a text, or resume a run.
@@ -88,7 +85,7 @@ def train(
     with join_group() as group:
         plan = group.make_plan(settings, RunDirectory(out), cache, started)
         trained = loop.train(plan, out, group=group)
-    if trained is not None and group.rank == 0 and not no_sample:
+    if trained is not None and group.rank == 0:
         _show_sample(trained)
 
 

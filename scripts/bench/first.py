@@ -17,7 +17,6 @@ from bench.results import Extent, Table
 PROMPT = "The class statement"
 GENERATE = ("generate", "--prompt", PROMPT, "--max-new-tokens", "60")
 SMALL = (
-    "--no-sample",
     "--steps",
     "3",
     "--set",

@@ -46,7 +46,7 @@ def measure(extent: Extent, text: Path = SHAKESPEARE) -> Iterator[Table]:
             with tempfile.TemporaryDirectory() as folder:
                 run = f"{folder}/run"
                 words = [f"--data={path}", f"--out={run}", "--set=data.test=0.1", *length]
-                run_gptmini("train", *words, f"--set=train.seed={seed}", "--no-sample")
+                run_gptmini("train", *words, f"--set=train.seed={seed}")
                 found = json.loads(run_gptmini("evaluate", run, "--split=test", "--json"))
             table.append(name, "gptmini", found["bits_per_byte"])
             for compressor, figure in found["compressors"].items():

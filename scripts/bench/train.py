@@ -131,9 +131,7 @@ class Runs:
     def __init__(self, path: Path, folder: Path) -> None:
         self.path, self.folder, self.numbers = path, folder, count()
 
-    def train(
-        self, config: str | None, *settings: str, sample: bool = True
-    ) -> list[dict[str, float]]:
+    def train(self, config: str | None, *settings: str) -> list[dict[str, float]]:
         """Train a configuration with some settings changed; the run's metrics."""
         words = [config] if config else ["--set", "tokenizer.kind=char"]
         if config is None or config.startswith("shakespeare"):
@@ -141,7 +139,6 @@ class Runs:
         words += [word for setting in settings for word in ("--set", setting)]
         out = self.folder / str(next(self.numbers))
         words += ["--out", str(out), "--cache", str(self.folder / "cache")]
-        words += [] if sample else ["--no-sample"]
         command = [sys.executable, "-m", "gptmini", "train", *words]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
@@ -218,8 +215,7 @@ def measure_configuration(
     """Train a configuration; add its loss and the minutes of the whole command."""
     started = time.perf_counter()
     settings = ["train.steps=3", "train.eval_every=3"] if extent == "trial" else []
-    # Before the text of its own, a command compiles the decoder for its new cache.
-    metrics = runs.train(name, *settings, sample=extent != "trial")
+    metrics = runs.train(name, *settings)
     minutes = (time.perf_counter() - started) / 60
     best = min((m for m in metrics if "val_loss" in m), key=lambda m: m["val_loss"])
     tables.configurations.append(name, "loss", best["val_loss"])

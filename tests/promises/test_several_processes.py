@@ -57,7 +57,7 @@ def words(text, out, settings=SETTINGS):
     ]
     cache = out.with_name("cache")
     paths = ["--data", str(text), "--out", str(out), "--cache", str(cache)]
-    return ["train", *paths, "--no-sample", *assignments]
+    return ["train", *paths, *assignments]
 
 
 @pytest.fixture

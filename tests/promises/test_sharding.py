@@ -73,7 +73,7 @@ def runs(
             file = folder / f"{name}.yaml"
             file.write_text(json.dumps(each.model_dump(exclude_unset=True)))
             words = ["train", str(file), "--out", str(folder / name), "--cache", str(cache)]
-            codes, said = start_ranks(processes, *words, "--no-sample")
+            codes, said = start_ranks(processes, *words)
             assert codes == [0] * processes, said
 
     for case in CASES:

@@ -455,7 +455,7 @@ def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, requested, tune, 
 
 
 def test_the_command_line_tunes_plans_and_shows_the_origin(gptmini, text_file, other_text):
-    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    assert gptmini("train", "--data", "text.txt", *SMALL)[0] == 0
     small = ["--steps", "2", "--set", "sample.max_new_tokens=4"]
     words = ["--from", "runs/text/", "--data", "other.txt", *small]
     code, out, _ = gptmini("size", *words, "--json")
@@ -477,7 +477,7 @@ def test_the_command_line_tunes_plans_and_shows_the_origin(gptmini, text_file, o
 
 
 def test_mistakes_are_one_line(gptmini, text_file, other_text):
-    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    assert gptmini("train", "--data", "text.txt", *SMALL)[0] == 0
     data = ["--data", "other.txt"]
     for words, code, line in [
         (["--from", "runs/text"], 2, "--from runs/text: on which text? add --data PATH"),

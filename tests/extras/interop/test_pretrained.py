@@ -36,7 +36,7 @@ def test_generate_and_train_import_a_name_once(gptmini, local_hub: LocalHub, pub
         assert f"imported before, as {where}" in err
         assert len(local_hub.requests) == count
     Path("my.txt").write_text(prose())
-    once = ("--steps", "1", "--set", "train.batch_size=1", "--no-sample")
+    once = ("--steps", "1", "--set", "train.batch_size=1")
     code, _, err = gptmini("train", "--from", "gpt2", "--data", "my.txt", *once)
     assert code == 0, err
     assert "openai-community/gpt2" in err
