@@ -2,13 +2,16 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from gptmini.config.settings import SampleConfig
 from gptmini.extras.engine import door, native_engine
+from gptmini.extras.engine.fingerprint import Fingerprint
 from gptmini.extras.engine.native_engine import NativeEngine
 from gptmini.generate import engine as torch_engine
 from gptmini.generate.engine import open_engine
@@ -16,6 +19,7 @@ from gptmini.generate.precision import PRECISIONS
 from gptmini.generate.run import load_run
 from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.sequence import Sequence
+from gptmini.model.gpt import GPT
 from tests.core.generate.samples import run_of
 from tests.core.generate.test_sampler import LIMIT, model_of
 
@@ -121,6 +125,25 @@ def test_a_draft_and_a_borrowed_engine_follow_a_changed_model(path: Path):
         assert new is not old
         assert new.is_current(draft.model)
         assert not old.is_current(draft.model)
+
+
+CHANGES: dict[str, Callable[[GPT], object]] = {
+    "a setting": lambda model: setattr(model.blocks[0].attn, "window", 3),
+    "a weight": lambda model: model.embed.weight.data.mul_(2),
+    "a buffer": lambda model: model.rotary.cosines.mul_(2),
+    "a module": lambda model: setattr(model, "final_norm", nn.Identity()),
+    "a hook": lambda model: model.final_norm.register_forward_hook(lambda *_: None),
+    "a hook before": lambda model: model.embed.register_forward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_changes_in_a_model_is_noticed(name):
+    model = model_of()
+    before = Fingerprint(model)
+    assert before.matches(model)
+    CHANGES[name](model)
+    assert not before.matches(model)
 
 
 def test_a_model_that_was_not_changed_is_compared_once(path: Path, monkeypatch):

@@ -296,6 +296,7 @@ def open_station(tab: Any, station: str) -> None:
 
 def open_step(tab: Any, step: str) -> None:
     tab.locator(f"#station summary[data-focus='step-{step}']").click()
+    tab.locator("#station > details[open] > div").wait_for()  # it is filled a moment later
 
 
 def real(text: str) -> float:
