@@ -1,10 +1,11 @@
 """Time generation beside llama.cpp on the same weights: python scripts/bench llama
 
-Needs `pip install -e '.[bench,gguf]' xllamacpp`. llama.cpp runs as a server in a process of its
-own, with as many threads. In each row everything takes turns: tokens per second, prefill and
-sampling (top-k 50) included; of a prompt of 512, the tokens of the prompt. --run RUN takes a run in
-the shape of Llama, such as an imported SmolLM2, in place of random weights. --cpu counts seconds of
-the processor, all threads together, in place of those that pass: for a machine that has other work.
+Needs `pip install -e '.[bench,gguf]' xllamacpp`, a wheel built for AVX2. llama.cpp runs as a server
+in a process of its own, with as many threads. In each row everything takes turns: tokens per
+second, prefill and sampling (top-k 50) included; of a prompt of 512, the tokens of the prompt.
+--run RUN takes a run in the shape of Llama, such as an imported SmolLM2, in place of random
+weights. --cpu counts seconds of the processor, all threads together, in place of those that pass:
+for a machine that has other work.
 """
 
 import argparse

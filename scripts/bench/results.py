@@ -52,7 +52,7 @@ COMPARED = (
     ),
     (
         "a Llama of GPT-2's size continues one prompt, bfloat16",
-        "llama.cpp",
+        "llama.cpp, built for AVX2",
         ("llama", "1 x 32, 64 new", "bfloat16 / bf16"),
     ),
     (
@@ -72,7 +72,7 @@ COMPARED = (
     ),
     (
         "eight clients with prompts of 512, tokens/s",
-        "llama.cpp",
+        "llama.cpp, built for AVX2",
         ("serve", "8 x 512", "gptmini / llama.cpp"),
     ),
     (
