@@ -111,7 +111,7 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_are_read(trained)
         ["generate", "runs/a", "--prompt", "a"],
         ["score", "runs/a", "--text", "abc"],
         ["inspect", "runs/a", "--prompt", "abc"],
-        ["train", "--from", "runs/a", "--data", "text.txt", "--out", "runs/b", "--no-sample"],
+        ["train", "--from", "runs/a", "--data", "text.txt", "--out", "runs/b"],
     ):
         code, out, err = trained(*words)
         assert code == 4, (words, out, err)

@@ -181,7 +181,7 @@ def test_a_run_keeps_its_revision(gptmini, local_hub: LocalHub):
     """Cut off and resumed, by either command, it ends with its own bits, whatever is new."""
     files = {"train.parquet": stories("a"), "test.parquet": stories("b")}
     commit = local_hub.add(NAME, files, "dataset")
-    command = ["train", "--data", f"hf:{NAME}/train*", *BYTES, "--no-sample"]
+    command = ["train", "--data", f"hf:{NAME}/train*", *BYTES]
     command += ["--set", f"data.validation_path=hf:{NAME}/test.parquet"]
     assert gptmini(*command)[0] == 0
     settings = read_file(Path("runs/stories/config.yaml"))[0]["data"]
@@ -192,7 +192,7 @@ def test_a_run_keeps_its_revision(gptmini, local_hub: LocalHub):
 
     newer = local_hub.add(NAME, {name: stories("new") for name in files}, "dataset")
     local_hub.requests.clear()
-    for resume in (command, ["train", "runs/stories", "--no-sample"]):
+    for resume in (command, ["train", "runs/stories"]):
         shutil.rmtree(last)  # as if it had been killed before
         code, _, err = gptmini(*resume)
         assert code == 0, err

@@ -183,12 +183,12 @@ def test_a_resumed_run_adds_gradients_as_it_did(
 
 def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys):
     machine = FakeMachine(step=taking(2.0, 1.0), compiler=True)
-    config = tiny(data={"path": str(text_file)}, train={"steps": 100})
+    config = tiny(data={"path": str(text_file)}, train={"steps": 200})
     plan = make_plan(config, None, tmp_path / "cache", machine=machine)
     assert plan.config.train.compile == "on"
     said = capsys.readouterr().err
     assert "  compile   on: 1.000 s/step compiled, 2.000 without\n" in said
-    assert "  time      about 1:40 for 100 steps\n" in said
+    assert "  time      about 3:20 for 200 steps\n" in said
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(text_file: Path, tmp_path: Path):

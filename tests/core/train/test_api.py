@@ -39,7 +39,7 @@ def test_it_returns_the_trained_run_and_resumes_it(text_file: Path, tmp_path: Pa
 
 
 def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path):
-    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    assert gptmini("train", "--data", "text.txt", *SMALL)[0] == 0
     import gptmini as package
 
     command = RunDirectory(tmp_path / "runs" / "text")
@@ -66,7 +66,7 @@ def test_a_configuration_may_be_a_file(text_file: Path, tmp_path: Path, monkeypa
 def test_a_run_is_evaluated_as_the_command_does(text_file: Path, tmp_path: Path, gptmini):
     import gptmini as package
 
-    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    assert gptmini("train", "--data", "text.txt", *SMALL)[0] == 0
     Path("other.txt").write_text("the quick brown fox " * 30)
     cache = tmp_path / "cache"
     for words, data in (([], None), (["--data", "other.txt"], "other.txt")):
