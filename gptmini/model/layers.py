@@ -41,7 +41,7 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             hidden = F.silu(self.gate_proj(x)) * hidden
         elif self.activation == "relu2":
-            hidden = square_relu(hidden)
+            hidden = square_relu(hidden)  # relu(x)²
         else:
             hidden = F.gelu(hidden, approximate="tanh")
         return self.down_proj(hidden)  # (B, T, D)

@@ -673,7 +673,7 @@ const MLP_FORMULAS = {
 };
 const MLP_CODE = {
   gelu: 'hidden = F.gelu(hidden, approximate="tanh")',
-  relu2: "hidden = F.relu(hidden).square()",
+  relu2: "hidden = square_relu(hidden)  # relu(x)²",
   swiglu: "hidden = F.silu(self.gate_proj(x)) * hidden",
 };
 
