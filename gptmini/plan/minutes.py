@@ -211,7 +211,7 @@ def choose_steps(
 ) -> Config:
     """Choose the steps that the seconds left allow, and how often to evaluate, save and log.
 
-    Steps that are not stated are no more than are useful for the text. An evaluation reads the
+    Unless steps are stated, chooses no more than help with this text. An evaluation reads the
     `held_out` tokens, or a part of them if all take too long. A step is timed unless its time is
     known.
     """
@@ -292,7 +292,8 @@ def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out
         return config
     needed = MAX_EVALUATION_SLOWDOWN * evaluations * reading
     affordable = int(MAX_EVALUATION_SHARE * seconds / needed * held_out)
-    eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, 1 << affordable.bit_length() >> 1)
+    power_of_two = 1 << affordable.bit_length() >> 1  # the largest that is affordable
+    eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, power_of_two)
     if eval_tokens >= held_out:
         return config
     return config.fill_open({"train": {"eval_tokens": eval_tokens}})

@@ -193,7 +193,7 @@ def check_logits(
 
 @torch.inference_mode()
 def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor, every: int = 1) -> Tensor:
-    """Return the logits of tokens (B, T) at `every` so many positions, (B, T / every, V)."""
+    """Return the logits (B, T / every, V) after each `every`-th position of tokens (B, T)."""
     model = create_undrawn(config).eval()
     model.load_state_dict({name: each.float() for name, each in weights.items()}, assign=True)
     hidden = model.forward_hidden(tokens)[:, ::every]  # (B, T / every, D)
@@ -227,8 +227,8 @@ def generate_by_transformers(
     """Load an export with transformers, compare, and generate as its files say.
 
     Returns the program's name and version, None if it is not installed. Raises GptminiError for
-    other logits than `expected` of `tokens` (B, T) at `every` so many positions, for other tokens
-    or texts, and for whatever it raises itself.
+    logits other than `expected` (B, T / every, V), after each `every`-th position of `tokens`
+    (B, T), for other tokens or texts, and for whatever it raises itself.
     """
     try:
         import transformers  # noqa: PLC0415 - an extra

@@ -890,7 +890,12 @@ HALF = (
 def test_a_request_has_its_time(run: Run, monkeypatch):
     submitted: list[Request] = []
     submit = Scheduler.submit
-    monkeypatch.setattr(Scheduler, "submit", lambda *a: submitted.extend(a[1]) or submit(*a))
+
+    def note(scheduler: Scheduler, requests: list[Request]) -> bool:
+        submitted.extend(requests)
+        return submit(scheduler, requests)
+
+    monkeypatch.setattr(Scheduler, "submit", note)
     with serving(run, max_rows=1, request_seconds=2) as url:
         answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
         assert answer.status_code == 504
