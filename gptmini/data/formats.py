@@ -234,7 +234,10 @@ def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Record]
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", error)
-            raise DataError(f"{place}: not valid JSON ({reason}); fix or remove the line") from None
+            remedy = "fix or remove the line"
+            if number == 1:
+                remedy += ", or end its name in .txt if it is plain text"
+            raise DataError(f"{place}: not valid JSON ({reason}); {remedy}") from None
         if not isinstance(record, dict):
             raise DataError(f'{place}: not a JSON object; write it as {{"{key}": "..."}}')
         yield place, record
