@@ -52,10 +52,11 @@ def is_interactive() -> bool:
 def say(line: str) -> None:
     """Print a line on stderr, above a progress bar if one is shown.
 
-    It may quote a stranger's text, such as the name of a file, which a terminal must not obey.
+    It may quote a stranger's text, such as the name of a file: it stays one line, and a terminal
+    does not obey it.
     """
     if not _silent:
-        tqdm.write(escape_control_characters(line), file=sys.stderr)
+        tqdm.write(escape_line(line), file=sys.stderr)
 
 
 def warn(line: str) -> None:
@@ -82,7 +83,8 @@ def say_header(line: str) -> None:
         return
     width = max(40, shutil.get_terminal_size().columns - 2)
     indent = " " * 12
-    say(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+    for part in textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False):
+        say(part)
 
 
 def format_count(number: float, noun: str) -> str:

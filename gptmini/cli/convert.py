@@ -42,5 +42,6 @@ def convert(
         command = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(
         f"{out}: {change}, from step {trained.step} of {path}; train it for "
-        f"{format_count(config.train.steps, 'step')} with:\n  {command}"
+        f"{format_count(config.train.steps, 'step')} with:"
     )
+    say(f"  {command}")

@@ -364,7 +364,8 @@ def _say_copies(found: "Copies | None", text: str) -> None:
     """Say how much of a text is copied, and where the longest copies stand."""
     if found is None:
         return
-    console.say(f"\n{found.describe()}")
+    console.say("")
+    console.say(found.describe())
     longest_first = sorted(found.copies, key=lambda copy: -copy.length)
     for copy in longest_first[:SHOWN_COPIES]:
         words = " ".join(text[copy.start : copy.end].split())

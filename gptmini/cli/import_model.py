@@ -36,11 +36,13 @@ def import_model(
     say(
         f"{out}: {count_parameters(config) / 1e6:,.1f} M parameters, "
         f"context {config.context_length:,}, vocabulary {tokenizer.vocab_size:,}; "
-        f"try it with:\n  gptmini generate {name} --prompt TEXT"
+        f"try it with:"
     )
+    say(f"  gptmini generate {name} --prompt TEXT")
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     ends = " or ".join(names[number] for number in tokenizer.end_tokens)
     begins = f"begin with {names[tokenizer.eos_token_id]} and " if tokenizer.adds_bos else ""
     say(f"its texts {begins}end with {ends}")
     if tokenizer.chat_template is not None:
-        say(f"it answers questions with:\n  gptmini generate {name} --chat --prompt TEXT")
+        say("it answers questions with:")
+        say(f"  gptmini generate {name} --chat --prompt TEXT")

@@ -98,17 +98,20 @@ def _show_sample(trained: "Training") -> None:
     best = trained.progress.best["step"]
     for line in read_metrics(trained.run.metrics_file):
         if line["step"] == best and "sample" in line:
-            say(f"\nsample at step {best}, the best evaluation:\n")
+            say("")
+            say(f"sample at step {best}, the best evaluation:")
+            say("")
             stream_to_stdout([line["sample"], "\n"])
+    say("")
     steps = trained.config.train.steps
     if steps < FEW_STEPS and trained.config.base.run is None:
         longer = "--minutes" if trained.steps_follow_minutes else "--steps"
         made = format_count(steps, "step")
-        say(f"\n{made}: too few for a model, so this is noise; pass a larger {longer}")
+        say(f"{made}: too few for a model, so this is noise; pass a larger {longer}")
         return
     ask = "continue your own prompt with"
     chat = ""
     if trained.corpus.has_ignored:  # it learned to answer
         ask = "ask it with"
         chat = "--chat "
-    say(f"\n{ask}: gptmini generate {quote(trained.run.path)} {chat}--prompt TEXT")
+    say(f"{ask}: gptmini generate {quote(trained.run.path)} {chat}--prompt TEXT")
