@@ -6,8 +6,6 @@ Several comparisons are corrected together (Holm 1979). All of it assumes that t
 variant are normally distributed over seeds. Loads no torch.
 """
 
-import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -18,46 +16,9 @@ import numpy as np
 from gptmini.errors import make_missing_package_error
 
 ERROR_RATE = 0.05  # of all verdicts of a comparison together, if no variant differs
-POWER = 0.8  # how often the seeds needed for a difference show it
-MAX_SEEDS = 1000
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """An estimated difference of two means.
-
-    `variances` and `counts` are those of the figures behind it: of the differences of pairs, or of
-    each of the two sides. `variances` is empty where a side has a single run.
-    """
-
-    difference: float
-    variances: tuple[float, ...]
-    counts: tuple[int, ...]
-
-    @property
-    def standard_error(self) -> float:
-        return math.sqrt(sum(self._list_squared_errors()))
-
-    @property
-    def freedom(self) -> float:
-        """Degrees of freedom: n - 1 for n pairs, else by Welch's formula.
-
-        Two runs that agree by accident would mislead the formula: beside more runs it would cover
-        as little as 88 % where 95 are claimed. Their own single degree covers 96 or more.
-        """
-        if min(self.counts) == 2 < max(self.counts):
-            return 1
-        squared_errors = self._list_squared_errors()
-        total = sum(squared_errors)
-        if total == 0:
-            return min(self.counts) - 1
-        shares = [error / total for error in squared_errors]
-        return 1 / sum(
-            share**2 / (count - 1) for share, count in zip(shares, self.counts, strict=True)
-        )
-
-    def _list_squared_errors(self) -> list[float]:
-        return [spread / count for spread, count in zip(self.variances, self.counts, strict=True)]
+# The difference of two means, the numbers of pairs or of runs on each side, and scipy's t test.
+Estimate = tuple[float, tuple[int, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -66,7 +27,7 @@ class Difference:
 
     The interval is `difference` ± `half_width`. On its own it covers the true difference with the
     probability `confidence`, at least 95 %, and it excludes 0 exactly if `p_corrected` is at most
-    5 %. With `seeds_needed`, a true difference of a given size would show 4 times in 5.
+    5 %.
     """
 
     difference: float
@@ -75,7 +36,6 @@ class Difference:
     confidence: float | None = None
     p: float | None = None
     p_corrected: float | None = None
-    seeds_needed: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -90,34 +50,17 @@ class Difference:
 def estimate_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
     """Estimate how far the mean of our figures, by seed, is from the mean of theirs.
 
-    With two seeds or more in common, only those count, as pairs.
+    With two seeds or more in common, only those count, as pairs. With a single run on a side there
+    is no test: it is None.
     """
-    pairs = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if len(pairs) > 1:
-        return Estimate(fmean(pairs), (_compute_variance(pairs),), (len(pairs),))
+    common = [seed for seed in ours if seed in theirs]
+    if len(common) > 1:
+        pairs = [ours[seed] - theirs[seed] for seed in common]
+        return fmean(pairs), (len(pairs),), import_scipy().ttest_1samp(pairs, 0)
     sides = [list(ours.values()), list(theirs.values())]
     counts = (len(ours), len(theirs))
-    difference = fmean(sides[0]) - fmean(sides[1])
-    if min(counts) < 2:
-        return Estimate(difference, (), counts)
-    return Estimate(difference, tuple(_compute_variance(side) for side in sides), counts)
-
-
-def _compute_variance(figures: list[float]) -> float:
-    return float(np.var(figures, ddof=1))
-
-
-def compute_p_value(estimate: Estimate) -> float:
-    """Compute how often a difference at least as large would show if there were none."""
-    if estimate.standard_error == 0:
-        return float(estimate.difference == 0)
-    t = estimate.difference / estimate.standard_error
-    return compute_t_tails(t, estimate.freedom)
-
-
-def compute_half_width(estimate: Estimate, error_rate: float) -> float:
-    """Compute the half-width of the interval that misses the true difference at this rate."""
-    return find_t_quantile(error_rate, estimate.freedom) * estimate.standard_error
+    test = import_scipy().ttest_ind(*sides, equal_var=False) if min(counts) > 1 else None
+    return fmean(sides[0]) - fmean(sides[1]), counts, test
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[tuple[float, float]]:
@@ -139,65 +82,37 @@ def correct_p_values(p_values: Sequence[float]) -> list[tuple[float, float]]:
     return adjusted
 
 
-def conclude(estimates: Sequence[Estimate], notable: float) -> list[Difference]:
-    """Correct estimates for their number, and count the seeds that a `notable` difference needs."""
-    known = [estimate for estimate in estimates if estimate.variances]
-    p_values = [compute_p_value(estimate) for estimate in known]
+def conclude(estimates: Sequence[Estimate]) -> list[Difference]:
+    """Correct estimates for their number."""
+    # Variants with equal figures have no spread, and scipy says NaN: they differ by nothing.
+    p_values = [
+        float(np.nan_to_num(test.pvalue, nan=1.0)) for _, _, test in estimates if test is not None
+    ]
     corrections = zip(p_values, correct_p_values(p_values), strict=True)
     differences = []
-    for estimate in estimates:
-        if not estimate.variances:
-            differences.append(Difference(estimate.difference, estimate.counts))
+    for difference, counts, test in estimates:
+        if test is None:
+            differences.append(Difference(difference, counts))
             continue
         p, (p_corrected, rate) = next(corrections)
+        high = test.confidence_interval(1 - rate).high
         differences.append(
             Difference(
-                estimate.difference,
-                estimate.counts,
-                half_width=compute_half_width(estimate, rate),
+                difference,
+                counts,
+                half_width=float(high - difference),
                 confidence=1 - rate,
                 p=p,
                 p_corrected=p_corrected,
-                seeds_needed=count_seeds_needed(estimate, notable, ERROR_RATE / len(known)),
             )
         )
     return differences
 
 
-def count_seeds_needed(estimate: Estimate, notable: float, error_rate: float) -> int | None:
-    """Count the seeds with which a true difference shows with POWER; None beyond MAX_SEEDS.
-
-    It assumes that more seeds have the same variances, which a few seeds estimate roughly.
-    """
-
-    def suffices(seeds: int) -> bool:
-        planned = Estimate(notable, estimate.variances, (seeds,) * len(estimate.counts))
-        # Student's t in place of the noncentral t, which gives the same number within a seed.
-        power_quantile = find_t_quantile(2 * (1 - POWER), planned.freedom)
-        margin = power_quantile * planned.standard_error
-        return compute_half_width(planned, error_rate) + margin <= notable
-
-    seeds = bisect_left(range(MAX_SEEDS + 1), True, lo=2, key=suffices)
-    return seeds if seeds <= MAX_SEEDS else None
-
-
-# -- Student's distribution ------------------------------------------------------------------------
-
-
-def find_t_quantile(error_rate: float, freedom: float) -> float:
-    """Find what Student's |t| exceeds with the probability `error_rate`."""
-    return float(-import_scipy().stdtrit(freedom, error_rate / 2))
-
-
-def compute_t_tails(t: float, freedom: float) -> float:
-    """Compute how often Student's |t| is at least this large; `freedom` need not be whole."""
-    return float(2 * import_scipy().stdtr(freedom, -abs(t)))
-
-
 def import_scipy() -> Any:
     """Import what spreads over several seeds need; MachineError if it is not installed."""
     try:
-        from scipy import special  # noqa: PLC0415
+        from scipy import stats  # noqa: PLC0415
     except ImportError:
         raise make_missing_package_error("compare", "scipy", "compare") from None
-    return special
+    return stats

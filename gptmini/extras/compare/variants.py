@@ -6,10 +6,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from gptmini import console
-from gptmini.extras.compare.statistics import MAX_SEEDS, Difference, conclude, estimate_difference
+from gptmini.extras.compare.statistics import Difference, conclude, estimate_difference
 from gptmini.figures.plots import Points
-
-NOTABLE_DIFFERENCE = 0.01  # bits per byte that the table says the number of seeds for
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def compute_deviation(values: Sequence[float]) -> float | None:
 def compare_with_first(variants: list[Variant]) -> list[Difference]:
     """Compare the bits per byte of each variant but the first with those of the first."""
     first, *others = [{run.seed: run.bits_per_byte for run in variant.runs} for variant in variants]
-    estimates = [estimate_difference(other, first) for other in others]
-    return conclude(estimates, NOTABLE_DIFFERENCE)
+    return conclude([estimate_difference(other, first) for other in others])
 
 
 def to_json(variants: list[Variant]) -> dict[str, Any]:
@@ -101,7 +98,7 @@ def to_json(variants: list[Variant]) -> dict[str, Any]:
         if to_first is not None:
             entry["to_first"] = asdict(to_first) | {"verdict": to_first.verdict}
         entries.append(entry)
-    return {"notable_difference": NOTABLE_DIFFERENCE, "variants": entries}
+    return {"variants": entries}
 
 
 def build_rows(variants: list[Variant]) -> list[list[str]]:
@@ -166,23 +163,14 @@ def list_warnings(variants: list[Variant]) -> list[str]:
 def build_difference_rows(variants: list[Variant]) -> list[list[str]]:
     """Return how each variant differs from the first, under a row of headings."""
     first, *others = variants
-    headings = [
-        f"vs {first.name}",
-        "bits/byte",
-        "± 95 %",
-        "p",
-        "runs",
-        f"seeds for {NOTABLE_DIFFERENCE}",
-        "verdict",
-    ]
-    rows = [headings]
+    rows = [[f"vs {first.name}", "bits/byte", "± 95 %", "p", "runs", "verdict"]]
     for variant, found in zip(others, compare_with_first(variants), strict=True):
         row = [variant.name, f"{found.difference:+.4f}"]
         if found.half_width is None or found.p_corrected is None:
             row += ["", ""]
         else:
             row += [f"{found.half_width:.4f}", f"{found.p_corrected:.3f}"]
-        row += [_format_counts(found.counts), _format_seeds_needed(found), found.verdict]
+        row += [_format_counts(found.counts), found.verdict]
         rows.append(row)
     return rows
 
@@ -193,22 +181,13 @@ def _format_counts(counts: tuple[int, ...]) -> str:
     return "+".join(map(str, counts))
 
 
-def _format_seeds_needed(found: Difference) -> str:
-    if found.half_width is None:
-        return ""
-    return f"{MAX_SEEDS:,}+" if found.seeds_needed is None else f"{found.seeds_needed:,}"
-
-
 def describe_differences(variants: list[Variant]) -> list[str]:
     """Say, in short lines, what the figures of the differences are."""
     lines = []
     n_known = sum(found.p is not None for found in compare_with_first(variants))
     if n_known:
         corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
-        lines += [
-            f"± 95 % and p: over seeds{corrected}; pairs: of equal seed",
-            f"seeds for {NOTABLE_DIFFERENCE}: per variant, to show such a difference 4 times in 5",
-        ]
+        lines.append(f"± 95 % and p: over seeds{corrected}; pairs: of equal seed")
     if n_known < len(variants) - 1:
         lines.append("one run says nothing of the spread over seeds; give several")
     return lines
