@@ -1,5 +1,6 @@
 """`gptmini settings`: list the settings that --set and YAML files take."""
 
+import difflib
 import json
 import shutil
 import textwrap
@@ -36,7 +37,9 @@ def list_settings(
         leaf = name.rpartition(".")[2]
         known = load.find_full_key(leaf)
         if known is None:
-            remedy = load.suggest_key(leaf) or "gptmini settings lists all"
+            leaves = [key.rpartition(".")[2] for key in listed]
+            names = [leaf, *difflib.get_close_matches(leaf, leaves, 1, 0.75)]
+            remedy = next(filter(None, map(load.find_remedy, names)), "gptmini settings lists all")
             raise ConfigError(f"{name}: no such setting; {remedy}")
         chosen = [known]
     width = max(40, min(100, shutil.get_terminal_size().columns))

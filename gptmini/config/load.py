@@ -29,25 +29,6 @@ Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set 
 
 ATTENTION = ("model", "attention")
 SHORT_ATTENTION = re.compile("(mha|mqa|gqa:|window:)([0-9]{0,9})")
-# Our words for those errors of pydantic whose own are not plain; braces name values of its context.
-ERROR_MESSAGES = {
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-    "string_too_short": "must have at least {min_length} character",
-    "string_too_long": "must have at most {max_length} characters",
-    "too_short": "must list at least {min_length}",
-    "too_long": "must list at most {max_length}",
-    "int_type": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "int_parsing": "expected a whole number",
-    "float_type": "expected a number",
-    "float_parsing": "expected a number",
-    "bool_type": "expected true or false",
-    "string_type": "expected text",
-    "list_type": "expected a list",
-    "dict_type": "expected settings of the form key: value",
-    "model_type": "expected settings of the form key: value",
-}
 
 
 def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Config:
@@ -224,15 +205,6 @@ def find_remedy(name: str) -> str:
     return remedy
 
 
-def suggest_key(name: str) -> str:
-    """Suggest the setting that was meant by a name, perhaps misspelled; "" if none is near."""
-    if remedy := find_remedy(name):
-        return remedy
-    keys = {key.rpartition(".")[2]: key for key in list_keys()}
-    near = difflib.get_close_matches(name, keys, 1, 0.75)
-    return f"did you mean {keys[near[0]]}?" if near else ""
-
-
 def list_keys() -> list[str]:
     """List the full keys of all settings."""
     return [key for key, _ in iter_settings(Config().model_dump())]
@@ -254,15 +226,9 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
 
 
 def _describe_expected(mistake: Any) -> str:
-    """Describe what a setting must be, in plain words."""
-    kind = mistake["type"]
-    if kind not in ERROR_MESSAGES:
-        words = str(mistake["msg"]).replace("Input should be", "must be")
-        return words.replace("'", "")  # around pydantic's choices
-    limits = {}
-    for name, limit in mistake.get("ctx", {}).items():
-        limits[name] = f"{limit:.16g}" if isinstance(limit, float) else limit
-    return ERROR_MESSAGES[kind].format(**limits)
+    """Describe what a setting must be: pydantic's sentence, without its subject and its value."""
+    sentence, _, _ = str(mistake["msg"]).partition(", not ")
+    return re.sub(r"^\w+ should", "must", sentence).replace("'", "")
 
 
 def _format_wrong(value: Any, kind: str) -> str:

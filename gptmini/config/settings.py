@@ -104,7 +104,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """Share one matrix between the token embedding and the output head; left out, Muon shares it
     only where the risk of overfitting (docs/training.md) is high."""
-    dropout: Fraction | None = None
+    dropout: Annotated[float, Field(ge=0, le=0.99)] | None = None
     """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2
     for small texts, else 0."""
 
@@ -130,9 +130,6 @@ class ModelConfig(Section):
         if self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
             yield "rope_scaling", "low_freq_factor is not below high_freq_factor; exchange them"
         yield from self._kv_head_contradictions()
-        if self.dropout and (n := round(256 * self.dropout)) in (0, 256):
-            near = "0.0039" if n == 0 else "0.9961"
-            yield "dropout", f"{self.dropout} rounds to {n}/256; use 0 or {near}"
 
     def _head_size_contradictions(self) -> Iterator[Contradiction]:
         rotates_pairs = self.position == "rope"

@@ -52,16 +52,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], LineNumbers]:
     lines: LineNumbers = {}
     data = parse(text, str(path), lines)
     if not isinstance(data, dict):
-        problem = _describe_content(data)
-        raise ConfigError(f"{path}: {problem}; expected lines of the form key: value")
+        raise ConfigError(f"{path}: holds no settings; write lines of the form key: value")
     return data, lines
-
-
-def _describe_content(data: Any) -> str:
-    """Describe what a file holds instead of a mapping."""
-    if data is None:
-        return "empty"
-    return "holds a list" if isinstance(data, list) else "holds a single value"
 
 
 def parse(text: str, name: str, lines: LineNumbers | None = None) -> Any:

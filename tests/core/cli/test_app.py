@@ -30,7 +30,7 @@ ERRORS = [
     (["train", "--attention", "gqa:3"], 2, "gqa:3: 4 heads (n_head) cannot share 3 KV heads; use"),
     (["train", "--attention", "gqa:x"], 2, "--attention: "),
     (["train", "--set", "model.attention=gqa"], 2, "--set model.attention: "),
-    (["train", "--steps", "0"], 2, "--steps: must be at least 1, not 0"),
+    (["train", "--steps", "0"], 2, "--steps: must be greater than or equal to 1, not 0"),
     (["train", "--errors", "skip"], 2, "--errors: must be strict or replace, not 'skip'"),
     (["train", "--set", "data.weights=[1,2]"], 2, "data.weights: 2 weights for 1 paths"),
     (
@@ -56,7 +56,7 @@ ERRORS = [
     (["train", "config/train_shakespeare_char.py"], 2, "mean shakespeare-char?"),
     (["train", "nanogpt.py"], 2, "--data nanogpt.py"),
     (["generate", "--samples=0"], 2, "--samples"),
-    (["train", "--attention", "window:0"], 2, "--attention window:0: must be at least 1, not 0"),
+    (["train", "--attention", "window:0"], 2, "--attention window:0: must be greater"),
     (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),
     (["generate", "--prompt", "It", "was", "so"], 2, "put the text after --prompt"),
     (["settings", "foo"], 2, "foo: no such setting; gptmini settings lists all"),

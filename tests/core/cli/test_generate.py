@@ -259,12 +259,12 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
 
 def test_wrong_settings_when_generating(gptmini, run):
     for words, line in [
-        (["--temperature", "-1"], "--temperature: must be at least 0, not -1"),
+        (["--temperature", "-1"], "--temperature: must be greater than or equal to 0, not -1"),
         (["--top-k", "0"], "--top-k: "),
         (["--max-new-tokens", "-1"], "--max-new-tokens: "),
         (["--stop", ""], "--stop"),
         (["--set", "sample.bias=e"], "--set sample.bias: "),
-        (["--set", "sample.bias={e: nan}"], "sample.bias.e: expected a number"),
+        (["--set", "sample.bias={e: nan}"], "sample.bias.e: must be a valid number"),
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
         (["--samples", "0"], "'--samples'"),
         (["--weights", "int4"], "--weights int4: not supported"),

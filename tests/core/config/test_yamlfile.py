@@ -69,9 +69,8 @@ def test_a_refusal_names_the_place_and_the_remedy(text, words):
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (b"", "empty"),
-        (b"5", "single value"),
-        (b"[1]", "list"),
+        (b"", "no settings"),
+        (b"[1]", "no settings"),
         (b"\xff\xfea\x00", "UTF-8"),
         (b"a: " + b"x" * (1 << 20), "1 MiB"),
     ],

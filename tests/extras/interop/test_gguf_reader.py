@@ -261,7 +261,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a text": (
         "llama",
         {"llama.attention.sliding_window": "9; 9"},
-        "window: expected a whole number",
+        "window: must be a valid integer",
     ),
     "unigrams": ("llama", {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not"),
     "no heads": ("llama", {"llama.attention.head_count": REMOVED}, "head_count' is missing"),

@@ -504,7 +504,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a size missing": (config(hidden_size="DELETE"), "hidden_size: missing; restore"),
     "a size of another type": (
         config(num_hidden_layers="4"),
-        "num_hidden_layers: model.n_layer: expected a whole number, not '4'; choose",
+        "num_hidden_layers: model.n_layer: must be a valid integer, not '4'; choose",
     ),
     "scaling as a list": (config(rope_parameters=[1]), "damaged ('list' object has no"),
     "scaling by nothing": (
@@ -513,11 +513,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a size with a semicolon": (
         config(intermediate_size="4; 8"),
-        "intermediate_size: model.d_ff: expected a whole number, not '4; choose",
+        "intermediate_size: model.d_ff: must be a valid integer, not '4; choose",
     ),
     "a size of nothing": (
         config(hidden_size=0),
-        "hidden_size: model.d_model: must be at least 1, not 0; choose another model",
+        "hidden_size: model.d_model: must be greater than or equal to 1, not 0; choose",
     ),
     "no heads": (config(num_attention_heads=0), "config.json: "),
     "heads that do not divide": (config(num_key_value_heads=3), "attention.n_kv_head"),

@@ -275,7 +275,7 @@ def test_a_long_prompt_yields_to_running_texts():
 @pytest.mark.parametrize(
     ("wrong", "status", "message"),
     [
-        ({"temperature": -1}, 400, "temperature: must be at least 0, not -1"),
+        ({"temperature": -1}, 400, "temperature: must be greater than or equal to 0, not -1"),
         ({"tempurature": 1}, 400, "tempurature: no such field"),
         ({"prompt": []}, 400, "prompt: must not be"),
         ({"prompt": [[1, "a"]]}, 400, "prompt: tokens"),
@@ -291,15 +291,15 @@ def test_a_long_prompt_yields_to_running_texts():
         (
             {"max_tokens": False, "echo": True},
             400,
-            "max_tokens: expected a whole number, not false",
+            "max_tokens: must be a valid integer, not false",
         ),
         ({"best_of": True}, 400, "best_of: not supported"),
         ({"suffix": False}, 400, "suffix: not supported"),
         ({"stream_options": {"include_usage": 5}}, 400, "stream_options: include_usage must be"),
         ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
-        ({"ban": ["a"] * 1025}, 400, "ban: must list at most 1024"),
+        ({"ban": ["a"] * 1025}, 400, "ban: must have at most 1024 items"),
         ({"ban": ["a" * 1001]}, 400, "ban.0: must have at most 1000 characters"),
-        ({"bias": {str(n): 1 for n in range(1025)}}, 400, "bias: must list at most 1024"),
+        ({"bias": {str(n): 1 for n in range(1025)}}, 400, "bias: must have at most 1024 items"),
         ({"user": "\ud800"}, 400, "user: not valid Unicode"),
         ({"bias": {"\ud800": 1}}, 400, "bias: not valid Unicode"),
         ({"\udcff": 1}, 400, "\\udcff: not valid Unicode"),
