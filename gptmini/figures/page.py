@@ -1,7 +1,7 @@
-"""Writes a page of tables, pictures and samples as one HTML file without any script.
+"""Writes a page of pictures and samples as one HTML file without any script.
 
-Whatever a table or sample says is escaped, and the page's Content-Security-Policy allows neither
-scripts nor the network nor other files. Loads no torch.
+Whatever a sample says is escaped, and the page's Content-Security-Policy allows neither scripts nor
+the network nor other files. Loads no torch.
 """
 
 import base64
@@ -18,12 +18,8 @@ body { margin: 0 auto; max-width: 75rem; padding: 1.2rem 1rem 3rem; overflow-wra
        background: light-dark(#f6f4ef, #111316); }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .7rem; }
 h1, h2 { line-height: 1.25; } .note, footer, summary { color: var(--soft); font-size: .9rem; }
-.scroll { overflow-x: auto; margin-bottom: 1rem; } summary { cursor: pointer; }
+summary { cursor: pointer; }
 footer { margin-top: 2rem; }
-table { border-collapse: collapse; font-size: .9rem; overflow-wrap: normal; }
-th, td { text-align: right; padding: .2rem .8rem .2rem 0; font-variant-numeric: tabular-nums; }
-th { color: var(--soft); border-bottom: 1px solid var(--line); } td { white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
 img { display: block; width: 100%; box-sizing: border-box; padding: .5rem; border-radius: 12px;
       background: #fff; border: 1px solid var(--line); }
 pre { white-space: pre-wrap; font-size: .86rem; margin: .4rem 0; padding: .6rem .8rem;
@@ -49,12 +45,6 @@ def render_page(title: str, introduction: str, parts: list[str]) -> bytes:
     return page.encode(errors="replace")  # the name of a file may be any bytes
 
 
-def render_table(head: list[str], rows: list[list[str]]) -> str:
-    """Render a table of texts."""
-    lines = [_render_row("th", head), *(_render_row("td", row) for row in rows)]
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>\n'
-
-
 def render_picture(svg: bytes, description: str) -> str:
     """Render a picture; `description` is for those who cannot see it."""
     source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
@@ -72,11 +62,6 @@ def render_samples(samples: list[tuple[str, str]], heading: str) -> str:
             f"<pre>\n{_escape(text)}</pre></details>\n"
         )
     return f"<h2>{_escape(heading)}</h2>\n" + "".join(shown)
-
-
-def _render_row(tag: str, cells: list[str]) -> str:
-    inner = "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr>{inner}</tr>\n"
 
 
 def _escape(text: str) -> str:

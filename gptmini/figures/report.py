@@ -6,11 +6,9 @@ from typing import Any
 from gptmini.errors import CheckpointError
 from gptmini.figures import page, plots
 from gptmini.files import atomic_write_bytes
-from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics, select_numbers
 
-PROGRESS_COLUMNS = ("step", "tokens", "seconds")
 RunMetrics = dict[str, list[dict[str, Any]]]  # logged lines by the name of the run
 
 
@@ -21,7 +19,7 @@ def write_report(paths: list[Path], out: list[Path]) -> None:
     logged = {str(path): list(read_metrics(RunDirectory(path).metrics_file)) for path in paths}
     for name, lines in logged.items():
         RunDirectory(Path(name)).load_config()  # raises if this is not a run
-        if not select_numbers(lines, *PROGRESS_COLUMNS):
+        if not select_numbers(lines, "step", "tokens", "seconds"):
             raise CheckpointError(f"{name}: nothing logged yet; train it with gptmini train")
     figure = plots.draw_training(logged, _compares_in_bits(logged))
     for file in out:
@@ -38,9 +36,8 @@ def _compares_in_bits(logged: RunMetrics) -> bool:
 
 
 def build_page(logged: RunMetrics, figure: plots.Figure) -> bytes:
-    """Build the page of some runs: a table, the figure, and for each run its samples."""
-    picture = page.render_picture(plots.render_svg(figure), "The curves of the runs.")
-    parts = [_render_table(logged), picture]
+    """Build the page of some runs: the figure, and for each run its samples."""
+    parts = [page.render_picture(plots.render_svg(figure), "The curves of the runs.")]
     for name, lines in logged.items():
         with_sample = [line for line in lines if isinstance(line.get("sample"), str)]
         newest_first = with_sample[::-1]
@@ -55,35 +52,3 @@ def _describe_evaluation(line: dict[str, Any]) -> str:
     for (bits,) in select_numbers([line], "val_bpb"):
         text += f", {bits:.4f} bits per byte"
     return text
-
-
-def _render_table(logged: RunMetrics) -> str:
-    """Render the table of the runs: shape, length of training, best losses."""
-    configs = {name: RunDirectory(Path(name)).load_config() for name in logged}
-    any_finetuned = any(config.base.run for config in configs.values())
-    rows = []
-    for name, lines in logged.items():
-        model = configs[name].model
-        is_own = RunDirectory(Path(name)).read_newest_state().get("own_model")
-        base = configs[name].base
-        attention = f"{model.attention.variant} {model.n_head}:{model.n_kv_head}"
-        if model.attention.window:
-            attention += f", window {model.attention.window}"
-        step, tokens, seconds = select_numbers(lines, *PROGRESS_COLUMNS)[-1]
-        losses = select_numbers(lines, "val_loss", "val_bpb")
-        loss, bits = min(losses, default=(None, None))
-        cells = {
-            "run": name,
-            "parameters": "own model" if is_own else f"{cost.count_parameters(model):,}",
-            "attention": attention,
-            "steps": f"{step:,}",
-            "tokens": f"{tokens:,}",
-            "minutes": f"{seconds / 60:.1f}",
-            "lowest loss": "not evaluated yet" if loss is None else f"{loss:.4f}",
-            "bits per byte": "" if bits is None else f"{bits:.4f}",
-        }
-        if any_finetuned:
-            cells["began from"] = f"{base.run}, step {base.step:,}" if base.run else ""
-        rows.append(cells)
-    headings = list(rows[0])
-    return page.render_table(headings, [list(cells.values()) for cells in rows])

@@ -64,9 +64,7 @@ def plotted(gptmini, text_file: Path) -> Path:
 
 def of_long_words() -> bytes:
     long = "x" * 300
-    parts = [page.render_table([long], [[long]])]
-    parts.append(page.render_samples([(long, long)], long))
-    return page.render_page(long, long, parts)
+    return page.render_page(long, long, [page.render_samples([(long, long)], long)])
 
 
 def test_pictures_are_shown_and_nothing_overflows(visit, plotted):
