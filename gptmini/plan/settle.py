@@ -42,16 +42,6 @@ from gptmini.runs.progress import describe_changed_text
 # Python.
 BYTES_PER_TOKEN = 2.7
 
-# What a tokenizer is judged by: places in each file of a text, and tokens at each place.
-SAMPLES_PER_FILE = 10
-TOKENS_PER_SAMPLE = 1000
-
-# A base whose tokenizer needs this many tokens for a character has hardly read such text: on this
-# many characters a new model learns more (scripts/LOG.md: Fine-tune a published model, or train a
-# new one?).
-MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
-MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
-
 # Fine-tuning warms up for a quarter of few steps: AdamW moves every weight by the whole rate from
 # the first step on (scripts/LOG.md: Do a few steps from a base need a warm-up?).
 MAX_WARMUP_FROM_BASE = 10
@@ -154,12 +144,7 @@ def say_text(request: Request, corpus: Corpus) -> None:
 
 
 def say_base(config: Config, corpus: Corpus) -> None:
-    """Show the base, and warn if a new model may learn more of the text, or if it may forget.
-
-    A vocabulary that was learned from other writing makes several tokens of a character, as GPT-2's
-    does of Chinese. One of English makes more of German than of English, and of a long text in
-    another language a new model learns more. Bytes are the same for every text.
-    """
+    """Show the base, and warn if it may forget how to answer."""
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
     say_header(f"  base      {base.run}{step}: its weights and tokenizer")
@@ -168,34 +153,6 @@ def say_base(config: Config, corpus: Corpus) -> None:
             f"{corpus.name}: {base.run} answers questions, and may forget how on text that has "
             f"no conversations; add some, or begin from a base that only continues texts"
         )
-    kind = corpus.tokenizer.kind
-    if kind == "byte":
-        return
-    per_character = count_tokens_per_character(corpus)
-    is_spelled_out = per_character > 1
-    is_foreign = kind != "char" and per_character > MIN_TOKENS_OF_FOREIGN_CHARACTER
-    is_long = sum(map(len, corpus.training)) > MIN_CHARACTERS_FOR_NEW_MODEL * per_character
-    if is_spelled_out or (is_foreign and is_long):
-        warn(
-            f"{corpus.name}: the tokenizer of {base.run} does not suit it, with "
-            f"{per_character:.2f} tokens per character; training without --from may do better"
-        )
-
-
-def count_tokens_per_character(corpus: Corpus) -> float:
-    """Count the tokens that stand for a character of the training text, in samples of each file."""
-    tokenizer = corpus.tokenizer
-    tokens = 0
-    characters = 0
-    for file in corpus.training:
-        count = min(TOKENS_PER_SAMPLE, len(file))
-        for place in range(SAMPLES_PER_FILE):
-            start = place * (len(file) - count) // SAMPLES_PER_FILE
-            sample = file.read(start, count)
-            sample = sample[sample != tokenizer.eos_token_id]
-            tokens += len(sample)
-            characters += len(tokenizer.decode(sample.tolist()))
-    return tokens / max(1, characters)
 
 
 # -- the five steps --------------------------------------------------------------------------------

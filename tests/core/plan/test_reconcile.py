@@ -16,16 +16,14 @@ import torch
 from gptmini import console
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
-from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError, Stopped
 from gptmini.generate.run import load_run
-from gptmini.plan import minutes, reconcile, settle
+from gptmini.plan import minutes, reconcile
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.load import create_tokenizer
 from gptmini.train import convert, loop
 from gptmini.train.evaluate_run import evaluate_run, load_held_out
-from tests.support import SMALL, gpt2, new_cache, tiny
+from tests.support import SMALL, new_cache, tiny
 from tests.support import train as begin_training
 
 CLOCK = {"seconds", "wall_time", "tokens_per_second", "peak_memory"}
@@ -325,74 +323,6 @@ def test_a_text_shorter_than_a_window_is_refused(base, tmp_path, tune):
     short.write_text("the fox")
     with pytest.raises(DataError, match="too short"):
         tune(on(base, short))
-
-
-ENGLISH = (
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune. "
-)
-GERMAN = "Ein Junggeselle in guten Verhaeltnissen braucht, wie jeder weiss, eine Frau. "
-CHINESE = "凡是有钱的单身汉。总想娶位太太。这已经成了一条举世公认的真理。"
-
-
-@pytest.mark.parametrize(
-    ("kind", "trained", "text", "noted"),
-    [
-        ("gpt2", "", ENGLISH, None),
-        ("gpt2", "", CHINESE, 2.0),
-        ("bpe", ENGLISH, ENGLISH, None),
-        ("bpe", ENGLISH, CHINESE, 3.0),
-        ("bpe", CHINESE, CHINESE, None),
-        ("bpe", CHINESE, ENGLISH, None),
-        ("char", CHINESE, CHINESE, None),
-        ("char", ENGLISH, ENGLISH, None),
-        ("char", ENGLISH, CHINESE, 3.0),
-        ("byte", "", CHINESE, None),
-    ],
-)
-def test_a_tokenizer_that_spells_the_text_out_is_noted(
-    kind, trained, text, noted, tmp_path, capsys
-):
-    made = gpt2() if kind == "gpt2" else create_tokenizer(kind, 400, [trained * 20])
-    (tmp_path / "tokenizer.json").write_text(made.to_json())
-    (tmp_path / "new.txt").write_text(text * 100)
-    tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
-    config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
-    config = config.model_copy(update={"base": config.base.model_copy(update={"run": "base"})})
-    corpus = prepare_corpus(config, tmp_path / "cache")
-    settle.say_base(config, corpus)
-    said = capsys.readouterr().err
-    if noted is None:
-        assert "warning" not in said
-    else:
-        assert "new.txt: the tokenizer of base does not suit it, with " in said
-        assert float(said.partition("suit it, with ")[2].split()[0]) == pytest.approx(
-            noted, rel=0.2
-        )
-
-
-@pytest.mark.parametrize(
-    ("text", "fewest", "noted"),
-    [(ENGLISH, 1000, False), (GERMAN, 1000, True), (GERMAN, 1_000_000, False)],
-)
-def test_a_long_text_in_a_language_that_is_new_to_the_base_is_noted(
-    text, fewest, noted, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(settle, "MIN_CHARACTERS_FOR_NEW_MODEL", fewest)
-    made = create_tokenizer("bpe", 400, [ENGLISH * 20])
-    (tmp_path / "tokenizer.json").write_text(made.to_json())
-    (tmp_path / "new.txt").write_text(text * 100)
-    tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
-    config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
-    corpus = prepare_corpus(config, tmp_path / "cache")
-    assert settle.count_tokens_per_character(corpus) < 1
-    settle.say_base(config, corpus)
-    assert ("training without --from may do better" in capsys.readouterr().err) == noted
-
-
-def test_end_of_text_tokens_spell_nothing(tmp_path):
-    (tmp_path / "new.jsonl").write_text('{"text": "a"}\n' * 200)
-    corpus = prepare_corpus(tiny(data={"path": str(tmp_path / "new.jsonl")}), tmp_path / "cache")
-    assert settle.count_tokens_per_character(corpus) == 1
 
 
 def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
