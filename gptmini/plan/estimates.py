@@ -32,7 +32,6 @@ class Estimates:
     probe_rows, probe_length: the pass by which fine-tuning finds how large a batch may be.
     compile_speedup: how much faster passes become where torch.compile pays.
     compile_seconds: what compiling takes.
-    startup_seconds: a command's time before its steps: imports, text, timing, the first kernels.
     few_epochs, many_epochs: the models that `train.minutes` chooses from, small to large, by
     how often they read the text.
     """
@@ -42,7 +41,6 @@ class Estimates:
     probe_length: int
     compile_speedup: float
     compile_seconds: float
-    startup_seconds: float
     few_epochs: tuple[CandidateModel, ...]
     many_epochs: tuple[CandidateModel, ...]
 
@@ -85,7 +83,6 @@ CPU = Estimates(
     probe_length=64,
     compile_speedup=1.15,  # scripts/LOG.md: When does compiling pay on a CPU?
     compile_seconds=30,
-    startup_seconds=5,
     few_epochs=CPU_FEW_EPOCHS,
     many_epochs=CPU_MANY_EPOCHS,
 )
@@ -112,7 +109,6 @@ ACCELERATOR = Estimates(
     probe_length=1024,
     compile_speedup=1.35,  # scripts/LOG.md: What does an H100 say?
     compile_seconds=20,
-    startup_seconds=10,
     few_epochs=ACCELERATOR_MODELS,
     many_epochs=ACCELERATOR_MODELS,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.console import format_count, format_table
+from gptmini.console import format_count, format_duration, format_table
 from gptmini.plan import cost
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
@@ -24,8 +24,6 @@ from gptmini.plan.timing import (
     predict_seconds_per_step,
 )
 
-# The KV cache is listed at these multiples of the context length.
-CACHE_CONTEXTS = (1, 4, 16)
 INDENT = " " * 12
 
 
@@ -55,11 +53,7 @@ def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
         }
     return {
         "parameters": {"all": count} | cost.count_parameters_by_part(model),
-        "flops_per_token": {
-            "forward": sum(forward_flops.values()),
-            "training": training_flops,
-            "six_times_parameters": 6 * count,
-        },
+        "flops_per_token": {"forward": sum(forward_flops.values()), "training": training_flops},
         "checkpointing": train.gradient_checkpointing,
         "cache": [_describe_cache(model, n) for n in divisors],
         "tokens": tokens,
@@ -76,17 +70,16 @@ def _describe_cache(model: ModelConfig, n_kv_head: int) -> dict[str, Any]:
     """Describe the KV cache that the model would need with `n_kv_head` KV heads."""
     attention = model.attention.model_copy(update={"variant": "gqa", "n_kv_head": n_kv_head})
     grouped = model.model_copy(update={"attention": attention})
-    sizes = {}
-    for times in CACHE_CONTEXTS:
-        context = model.context_length * times
-        longer = grouped.model_copy(update={"context_length": context})
-        sizes[context] = cost.count_cache_bytes(longer, context)
     names = {model.n_head: "mha", 1: "mqa"}
     name = names.get(n_kv_head, f"gqa:{n_kv_head}")
     if model.attention.window:
         name += f", window {model.attention.window}"
-    token = cost.count_cache_bytes(grouped, 1)
-    return {"variant": name, "bytes_per_token": token, "bytes": sizes}
+    return {
+        "variant": name,
+        "bytes_per_token": cost.count_cache_bytes(grouped, 1),
+        "context": model.context_length,
+        "bytes": cost.count_cache_bytes(grouped, model.context_length),
+    }
 
 
 def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
@@ -112,21 +105,17 @@ def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
 def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, Any]:
     """Estimate how long training takes, with its evaluations."""
     train = config.train
-    estimates = here.estimates
     per_step = predict_seconds_per_step(config, here.compute)
     per_evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = math.ceil(train.steps / train.eval_every)
     if config.base.run is not None:
         evaluations += 1  # of the base, before the first step
     compiled = is_worth_compiling(config, per_step * train.steps, here)
+    seconds = evaluations * per_evaluation
     if compiled:
-        per_step /= estimates.compile_speedup
-    # The first step allocates for all the others and takes twice the time.
-    seconds = (
-        estimates.startup_seconds + (train.steps + 1) * per_step + evaluations * per_evaluation
-    )
-    if compiled:
-        seconds += estimates.compile_seconds
+        per_step /= here.estimates.compile_speedup
+        seconds += here.estimates.compile_seconds
+    seconds += train.steps * per_step
     return {
         "on": f"this machine, {here.compute.device.type}",
         "seconds_per_step": per_step,
@@ -153,7 +142,6 @@ def format_report(facts: dict[str, Any], speed: list[str] | None = None) -> list
     return f"""\
 {_format_parameters(parts)}
 compute     {flops["training"]} per token, {flops["forward"]} of it forward
-            (6 per parameter would be {flops["six_times_parameters"]})
 memory      about {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch_size"]}
             weights {mib["weights"]}, gradients {mib["gradients"]}, optimizer {mib["optimizer"]}
             activations {mib["activations"]}{more}
@@ -181,11 +169,10 @@ def _format_parameters(parts: dict[str, int]) -> str:
 
 def _format_caches(caches: list[dict[str, Any]]) -> str:
     """Write a table of KV caches, a row for each variant."""
-    contexts = [f"at {positions:,}" for positions in caches[0]["bytes"]]
-    rows = [["KV cache", "bytes per token", *contexts]]
+    rows = [["KV cache", "bytes per token", f"at {caches[0]['context']:,}"]]
     for cache in caches:
-        sizes = [cache["bytes_per_token"], *cache["bytes"].values()]
-        rows.append([f"  {cache['variant']:10}", *(f"{size:,}" for size in sizes)])
+        name = f"  {cache['variant']:10}"
+        rows.append([name, f"{cache['bytes_per_token']:,}", f"{cache['bytes']:,}"])
     return format_table(rows)
 
 
@@ -207,9 +194,14 @@ def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
     """Write how long the run takes, or that it does not fit."""
     time = facts["time"]
     if not time.get("fits", True):
-        misfit = f"the run does not fit in {time['memory']};"
-        return _join_lines([misfit, _suggest_savings(facts)])
-    duration = f"{_format_long_duration(60 * time['minutes'])} on {time['on']}"
+        return _join_lines(
+            [
+                f"the run does not fit in {time['memory']};",
+                "lower train.micro_batch_size, model.d_model or model.n_layer,",
+                "or set train.gradient_checkpointing=true",
+            ]
+        )
+    duration = f"about {format_duration(max(1, 60 * time['minutes']))} on {time['on']}"
     if not speed:
         compiled = ", compiled" if time["compiled"] else ""
         speed = [
@@ -221,32 +213,6 @@ def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
 
 def _join_lines(lines: Iterable[str]) -> str:
     return f"\n{INDENT}".join(lines)
-
-
-def _suggest_savings(facts: dict[str, Any]) -> str:
-    """Suggest what would take less memory; at most two ways, the most effective first."""
-    time = facts["time"]
-    ways = []
-    if time.get("ranks", 1) > 1 and not time["sharded"]:
-        ways.append("add --shard")
-    if facts["micro_batch_size"] > 1:
-        ways.append("lower train.micro_batch_size")
-    if not facts["checkpointing"]:
-        ways.append("set train.gradient_checkpointing=true")
-    ways.append("lower model.d_model or model.n_layer")
-    return " or ".join(ways[:2])
-
-
-def _format_long_duration(seconds: float) -> str:
-    """Write a duration in the largest unit that fits twice, but in minutes from 60 s on."""
-    if seconds < 1.5:
-        return "about a second"
-    if seconds < 60:
-        return f"about {seconds:.0f} seconds"
-    for unit, length in (("days", 86_400), ("hours", 3600)):
-        if seconds >= 2 * length:
-            return f"about {seconds / length:,.1f} {unit}"
-    return f"about {seconds / 60:.1f} minutes"
 
 
 def format_si(number: float) -> str:

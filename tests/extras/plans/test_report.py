@@ -26,7 +26,7 @@ def test_a_short_training_takes_seconds_and_windows_are_named(gptmini, text_file
     assert code == 0, err
     assert "  mqa, window 4 " in out
     assert "seen in 1 step: " in out
-    assert "time        about a second on 1 x h100" in out
+    assert "time        about 0:01 on 1 x h100" in out
 
 
 def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
@@ -77,8 +77,7 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
     code, out, err = gptmini("size", *WORDS, *words)
     assert code == 0, err
     assert "the run does not fit in the 24 GB of one l4;\n" in out
-    advice = "set train.gradient_checkpointing=true or lower model.d_model or model.n_layer"
-    assert out.endswith(f"{report.INDENT}{advice}\n")
+    assert out.endswith(f"{report.INDENT}or set train.gradient_checkpointing=true\n")
 
 
 @pytest.mark.parametrize(("peak", "fits"), [(80e9 - 1, True), (80e9 + 1, False)])
