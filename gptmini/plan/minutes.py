@@ -337,14 +337,6 @@ def _combine_step_time(
     return step_time.passes / machine.world_size / speedup + step_time.update
 
 
-def say_time_left(minutes: float, left: float) -> None:
-    """Say how much of the minutes was spent before planning."""
-    spent = format_duration(60 * minutes - left)
-    rest = f"{format_duration(left)} left" if left > 0 else "none left"
-    stated_time = format_count(minutes, "minute")
-    say_header(f"  time      {spent} of {stated_time} spent on preparing, {rest}")
-
-
 def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     """Choose the width nearest to this one, and heads that fit it and the KV heads.
 

@@ -183,7 +183,6 @@ def settle_sizes(plan: Plan) -> Plan:
     config = plan.config
     machine = plan.machine
     seconds = machine.get_seconds_left(request.minutes)
-    minutes.say_time_left(request.minutes, seconds)
     if config.base.run is not None:
         machine.check_memory(count_parameters(config.model))
         files = plan.corpus.training + plan.corpus.validation

@@ -31,7 +31,7 @@ MAX_EXACT_WORLD_SIZE = 8  # up to which train.reduce=auto is exact
 # Of the speed of a matrix product, what training reaches: norms and attention are no products.
 SHARE_OF_PRODUCT_SPEED = 0.5
 PRODUCT_SECONDS = 0.3  # for measuring that speed
-# For timing a step of a run that is too short to be compiled.
+# For timing a step before it is known whether compiling may pay.
 MAX_TIMING_SECONDS = 2.0
 # For the sample and the checkpoint that follow an evaluation.
 SECONDS_AFTER_EVALUATION = 0.5
@@ -77,18 +77,12 @@ class Machine:
 
     @show_elapsed("timing a step")
     def time_step(
-        self,
-        config: Config,
-        *,
-        compiled: bool = False,
-        limit: float = math.inf,
-        exact_from: float = math.inf,
+        self, config: Config, *, compiled: bool = False, limit: float = math.inf
     ) -> StepTime:
         """Time a step of a new model on dummy tokens, in which one process makes all passes.
 
         The first pass allocates and is not counted. After `limit` seconds nothing is repeated: the
-        first pass and update may then be all there is. A run whose passes take `exact_from` seconds
-        by the first one has no limit.
+        first pass and update may then be all there is.
         """
         timing_started = time.perf_counter()
         compute = self.compute
@@ -109,8 +103,6 @@ class Machine:
                 mean.backward()
                 compute.synchronize()
                 passes.append(time.perf_counter() - started)
-                if passes[0] * train.batch_size / size * train.steps >= exact_from:
-                    limit = math.inf
                 if time.perf_counter() - timing_started > limit:
                     break
             if compiled and not has_finite_gradients(model):
@@ -350,17 +342,18 @@ def try_compile(
     if setting == "off" or (setting == "auto" and not machine.has_compiler()):
         return False, None
     share = config.with_train(batch_size=config.train.batch_size // machine.world_size)
+    is_known = eager is not None
     if eager is not None:
         eager = StepTime(eager.passes / machine.world_size, eager.update)
     else:
-        limit = MAX_TIMING_SECONDS if setting == "auto" else math.inf
-        exact_from = machine.estimates.min_seconds_to_compile
-        eager = machine.time_step(share, limit=limit, exact_from=exact_from)
+        eager = machine.time_step(share, limit=MAX_TIMING_SECONDS)
     seconds = eager.passes * share.train.steps
     if share.train.minutes is not None:  # their steps are a guess until some have been made
         seconds = min(seconds, machine.get_seconds_left(share.train.minutes))
     if not is_worth_compiling(share, seconds, machine):
         return False, eager
+    if not is_known:
+        eager = machine.time_step(share)  # again, without a limit
     say("  timing a compiled model; this may take minutes ...")
     try:
         compiled = machine.time_step(share, compiled=True)

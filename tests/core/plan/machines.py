@@ -52,12 +52,7 @@ class FakeMachine(Machine):
         return self.compiler
 
     def time_step(
-        self,
-        config: Config,
-        *,
-        compiled: bool = False,
-        limit: float = math.inf,
-        exact_from: float = math.inf,
+        self, config: Config, *, compiled: bool = False, limit: float = math.inf
     ) -> StepTime:
         assert self.step is not None, "timed a step for nothing"
         self.timed.append(config)

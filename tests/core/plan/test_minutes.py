@@ -364,15 +364,6 @@ def test_minutes_that_are_too_short_for_a_base_are_said_to_be(capsys):
     assert said.endswith(f"takes about {format_duration(seconds)}\n")
 
 
-def test_a_plan_says_what_preparing_has_left(capsys):
-    minutes.say_time_left(2.0, 43.0)
-    minutes.say_time_left(1.0, -30.0)
-    assert capsys.readouterr().err.splitlines() == [
-        "  time      1:17 of 2 minutes spent on preparing, 0:43 left",
-        "  time      1:30 of 1 minute spent on preparing, none left",
-    ]
-
-
 def test_slow_evaluations_and_checkpoints_leave_fewer_steps():
     settings = {"minutes": 1.0, "steps": 100, "warmup_steps": 5, "eval_every": 10, "save_every": 10}
     config = tiny(train=settings)  # whose checkpoints take no time

@@ -182,7 +182,7 @@ def test_a_resumed_run_adds_gradients_as_it_did(
 
 
 def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys):
-    machine = FakeMachine(step=taking(2.0, 1.0), compiler=True)
+    machine = FakeMachine(step=taking(2.0, 2.0, 1.0), compiler=True)
     config = tiny(data={"path": str(text_file)}, train={"steps": 200})
     plan = make_plan(config, None, tmp_path / "cache", machine=machine)
     assert plan.config.train.compile == "on"
