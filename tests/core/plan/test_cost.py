@@ -44,17 +44,6 @@ def test_parameters_are_those_of_the_model_for_every_configuration(name):
         assert cost.count_parameters_by_part(config) == by_part(GPT(config))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_each_activation_and_norm_is_counted(activation, norm, bias):
-    config = ModelConfig(vocab_size=257, activation=activation, norm=norm, bias=bias)
-    with torch.device("meta"):
-        model = GPT(config)
-    expected = sum(parameter.numel() for parameter in model.parameters())
-    assert cost.count_parameters(config) == expected
-
-
 @st.composite
 def models(draw) -> ModelConfig:
     heads = draw(st.sampled_from([1, 2, 4, 6]))
@@ -86,7 +75,7 @@ def models(draw) -> ModelConfig:
     )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(models())
 def test_parameters_and_caches_are_those_of_any_model(config):
     with torch.device("meta"):

@@ -134,8 +134,9 @@ def test_more_minutes_make_a_larger_model():
     assert widths[-1] == 768
 
 
-@pytest.mark.parametrize("held_out", [10_000, 100_000, 1_000_000])
-@pytest.mark.parametrize("seconds", [30, 120, 900])
+@pytest.mark.parametrize(
+    ("seconds", "held_out"), [(30, 1_000_000), (120, 100_000), (900, 10_000), (900, 1_000_000)]
+)
 def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds, held_out):
     plan = planned(Config(), seconds, held_out=held_out)
     forward = 2 * cost.count_parameters(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
@@ -390,9 +391,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("planned_seconds", "speeds"),
     [
-        (1.0, (1.0, 1.0)),
         (1.0, (3.0, 3.0)),
-        (1.0, (0.4, 0.4)),
         (1.0, (1.0, 1.04)),
         (50.0, (4.0, 4.0)),  # two steps would have been made
     ],

@@ -20,14 +20,20 @@ MACHINE = FakeMachine(step=StepTime(0.4, 0.1))
 SIZES = [3_000_000, 300_000]
 REQUESTS: list[dict[str, Any]] = [
     {},
-    {"train": {"reduce": "auto", "compile": "auto", "deterministic": "auto"}},
-    {"train": {"seq_len": None, "eval_tokens": None, "embed_lr": None, "micro_batch_size": None}},
-    {"train": {"lr": 2e-3, "weight_decay": 0.3, "batch_size": 16}},
-    {"model": {"dropout": None, "vocab_size": None}},
-    {"model": {"n_layer": 4, "context_length": 256, "tie_embeddings": True}},
-    {"tokenizer": {"kind": "auto", "vocab_size": None}},
+    {
+        "model": {"dropout": None, "vocab_size": None},
+        "tokenizer": {"kind": "auto", "vocab_size": None},
+        "data": {"validation": None},
+        "train": {
+            **dict.fromkeys(("seq_len", "eval_tokens", "embed_lr", "micro_batch_size")),
+            **dict.fromkeys(("reduce", "compile", "deterministic"), "auto"),
+        },
+    },
+    {
+        "model": {"n_layer": 4, "context_length": 256, "tie_embeddings": True},
+        "train": {"lr": 2e-3, "weight_decay": 0.3, "batch_size": 16, "minutes": 10, "steps": 300},
+    },
     {"tokenizer": {"kind": "bpe", "vocab_size": 4000}},  # more than there is to learn
-    {"data": {"validation": None}, "train": {"minutes": 10, "steps": 300}},
     {"train": {"minutes": None}},
 ]
 

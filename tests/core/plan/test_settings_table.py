@@ -18,6 +18,7 @@ taken: the value that was stated holds. refused: in a line that names it. kept: 
 or the base holds. anew: another value holds, the default or one that is chosen.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +130,23 @@ class Machine:
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"{n} is a number of its own.\n" for n in range(300)))
         self.plain = {**TINY, "data": {"path": str(self.text)}}
+        self.runs: dict[str, RunDirectory] = {}  # by what was asked for
 
     def plan(self, requested: Config, run: RunDirectory | None) -> Config:
         return make_plan(requested, run, self.cache, dry_run=True).config
 
-    def write_run(self, name: str, sections: dict[str, Any]) -> RunDirectory:
-        """A run at step 0, with weights, as a base must have them."""
-        run = RunDirectory(self.folder / name)
+    def write_run(self, sections: dict[str, Any]) -> RunDirectory:
+        """A run at step 0, with weights, as a base must have them; planning leaves it as it is."""
+        asked = json.dumps(sections, sort_keys=True)
+        if asked in self.runs:
+            return self.runs[asked]
+        run = RunDirectory(self.folder / f"run-{len(self.runs)}")
         plan = make_plan(validate(sections, {}), None, self.cache, dry_run=True)
         run.create(plan.config, plan.corpus.tokenizer, plan.request.stated)
         progress = Progress(plan.corpus.content, plan.corpus.tokenizer.fingerprint)
         weights = GPT(plan.config.model).state_dict()
         run.save(Checkpoint(vars(progress), weights, {}))
+        self.runs[asked] = run
         return run
 
 
@@ -164,7 +170,7 @@ def describe(machine: Machine, key: str, column: str) -> str:
     }
     before, now, found = situations[column]
     try:
-        run = machine.write_run(f"{key} {column}".replace(" ", "-"), before)
+        run = machine.write_run(before)
         if column.startswith("from"):
             now = put(now, "base.run", str(run.path))
         requested = validate(now, {})
