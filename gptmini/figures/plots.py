@@ -203,10 +203,9 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
     _scale_by_logarithm(loss_axis)  # these two fall steeply at first
     _scale_by_logarithm(norm_axis)
     speed_axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    tokens_label = _label_tokens(runs)
     for axis in (speed_axis, norm_axis):
         axis.locator_params(axis="x", nbins=6)
-        axis.set_xlabel(tokens_label)
+        axis.set_xlabel("tokens seen (millions)")
     loss_axis.legend(frameon=False, fontsize=8)
     return figure
 
@@ -222,18 +221,6 @@ def _scale_by_logarithm(axis: Any) -> None:
     axis.yaxis.set_major_locator(locator)
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-def _label_tokens(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the label of the axis of tokens, with the tokens per step if all runs agree."""
-    tokens_per_step: set[int] = set()
-    for lines in runs.values():
-        for step, tokens in select_numbers(lines, "step", "tokens")[-1:]:
-            if step:
-                tokens_per_step.add(round(tokens / step))
-    if len(tokens_per_step) == 1:
-        return f"tokens seen (millions; {tokens_per_step.pop():,} per step)"
-    return "tokens seen (millions)"
 
 
 def _select_points(lines: list[dict[str, Any]], key: str) -> Points:

@@ -151,7 +151,6 @@ def test_axes_within_a_decade_and_beyond_have_enough_ticks():
         ]
         figure = plots.draw_training({"runs/名": lines})
         figure.canvas.draw()
-        assert figure.axes[2].get_xlabel() == "tokens seen (millions; 64 per step)"
         axis = figure.axes[3]
         low, high = axis.get_ylim()
         assert sum(low <= tick <= high for tick in axis.get_yticks()) >= 4
