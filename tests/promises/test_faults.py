@@ -37,10 +37,6 @@ COMPUTE_LOSS = GPT.compute_loss  # as it is before a test replaces it
 TRAIN = {"steps": 6, "save_every": 2, "eval_every": 3, "log_every": 1}
 
 
-class Killed(BaseException):
-    """Simulates the end of the process."""
-
-
 @pytest.fixture
 def config(text_file: Path) -> Config:
     """A run with dropout, so that random numbers matter."""
@@ -89,6 +85,7 @@ class Disk:
             (os, "replace"),
             (os, "fsync"),
             (os, "open"),
+            (os, "unlink"),
             (shutil, "rmtree"),
             (safetensors.torch, "save_file"),
             (files, "write_and_sync"),

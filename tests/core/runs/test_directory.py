@@ -16,10 +16,6 @@ from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny
 
 
-class Killed(BaseException):
-    """Simulates the end of the process."""
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
@@ -59,101 +55,10 @@ def test_the_newest_two_and_the_best_are_kept(run: RunDirectory):
     assert not list(run.checkpoints.glob(".*"))
 
 
-shutil_rmtree = shutil.rmtree
-CALLS = (
-    "write_and_sync",
-    "sync_and_hash",
-    "rename",
-    "sync_directory",
-    "remove_tree",
-    "atomic_write_bytes",
-)
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
-    """End the process at this call of `files`, before it, or after half a write."""
-    count = 0
-
-    def counted(function):
-        def call(path: Path, *rest, **options) -> object:
-            nonlocal count
-            count += 1
-            if count == number:
-                if not before and function.__name__ == "write_and_sync":
-                    data = b"".join(rest[0])
-                    path.write_bytes(data[: len(data) // 2])
-                elif not before and function.__name__ == "sync_and_hash":
-                    data = path.read_bytes()
-                    path.write_bytes(data[: len(data) // 2])
-                elif not before and function is shutil_rmtree:
-                    next(path.iterdir()).unlink()
-                elif not before:
-                    function(path, *rest, **options)
-                raise Killed
-            return function(path, *rest, **options)
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(files, name, counted(getattr(files, name)))
-    for module, name in ((os, "replace"), (shutil, "rmtree")):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
-
-
 def save_in_parts(run: RunDirectory, whole: Checkpoint) -> None:
     """Save without an optimizer, a tensor for each file."""
     parts = ({name: tensor} for name, tensor in whole.model.items())
     run.save_in_parts(whole.state, parts, len(whole.model), {})
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, before):
-    for step in (1, 2, 3):
-        run.save(checkpoint(step, best=1))
-    template = run.path.with_name("template")
-    shutil.copytree(run.path, template)
-    number = 0
-    killed = True
-    while killed:
-        number += 1
-        shutil.rmtree(run.path)
-        shutil.copytree(template, run.path)
-        with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, number, before)
-            try:
-                run.save(checkpoint(4, best=4))
-                killed = False
-            except Killed:
-                pass
-        assert newest_step(run) in (3, 4)
-        assert run.load_best().step in (1, 4)
-        run.save(checkpoint(4, best=4))  # the next save cleans up
-        assert newest_step(run) == 4
-        assert run.list_steps() == [4, 3]
-        assert not list(run.checkpoints.glob(".*"))
-    assert number > 10
-
-
-def test_a_checkpoint_is_synced_before_its_name_appears(run: RunDirectory, monkeypatch):
-    synced: set[int] = set()
-    fsync = os.fsync
-    replace = os.replace
-
-    def note_sync(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def check_rename(source, target) -> None:
-        if Path(target).name == "step-00000001":
-            inside = {path.stat().st_ino for path in Path(source).iterdir()}
-            assert len(inside) == 4
-            assert inside | {Path(source).stat().st_ino} <= synced
-        replace(source, target)
-
-    monkeypatch.setattr(files, "sync", note_sync)
-    monkeypatch.setattr(os, "replace", check_rename)
-    run.save(checkpoint(1))
-    assert run.checkpoints.stat().st_ino in synced
 
 
 @pytest.mark.parametrize(
@@ -166,8 +71,8 @@ def test_damage_anywhere_is_found_and_the_previous_checkpoint_used(
     run.save(checkpoint(2))
     path = run.checkpoints / "step-00000002" / name
     whole = path.read_bytes()
-    cases = [whole[:cut] for cut in range(0, len(whole), len(whole) // 15)]
-    for at in range(0, len(whole), max(1, len(whole) // 40)):
+    cases = [whole[:cut] for cut in range(0, len(whole), len(whole) // 5)]
+    for at in range(0, len(whole), len(whole) // 8):
         flipped = bytearray(whole)
         flipped[at] ^= 1 << at % 8
         cases.append(bytes(flipped))
