@@ -78,12 +78,10 @@ def test_texts_come_in_whole(tmp_path: Path, route: Route):
     [
         ({"text": 1}, ["jsonl", "parquet", "prompts"]),
         ({"text": ["a"]}, ["jsonl", "parquet", "prompts"]),
-        ({"text": {"a": "b"}}, ["jsonl", "parquet", "prompts"]),
         ({"text": "half \ud800"}, ["jsonl", "prompts"]),
         ({"other": "a"}, ["jsonl", "parquet", "csv", "prompts"]),
         ({"messages": "a"}, ["jsonl", "parquet", "csv", "prompts"]),
         ([["text", "a"]], ["jsonl", "prompts"]),
-        (7, ["jsonl", "prompts"]),
         (None, ["jsonl", "prompts"]),
     ],
 )

@@ -93,12 +93,6 @@ def test_messages_of_sharegpt_are_read_as_ours(tmp_path):
     path = write(tmp_path / "a.jsonl", {"conversations": [system, *SHAREGPT]})
     (chunk,) = read(path)
     assert chunk.conversation.messages == [SYSTEM, ASK, ANSWER]
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"conversations": [[system, *SHAREGPT]]}), path)
-    (chunk,) = read(path)
-    assert chunk.conversation.messages == [SYSTEM, ASK, ANSWER]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -107,19 +101,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ASK]}, "messages: no assistant message"),
     ({"messages": [ANSWER]}, r"messages\[0\]: of the assistant"),
     ({"messages": [{"content": "a"}, ANSWER]}, r"messages\[0\]\.role: missing; use system, "),
-    ({"messages": [{**ASK, "role": "human"}, ANSWER]}, r"messages\[0\]\.role: 'human'; use"),
-    ({"messages": [{**ASK, "role": "tool"}, ANSWER]}, r"messages\[0\]\.role: 'tool'; use"),
     ({"messages": [{**ASK, "role": ["user"]}, ANSWER]}, r"messages\[0\]\.role: \['user'\]; use"),
     ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\]\.content: missing"),
-    ({"messages": [ASK, {**ANSWER, "content": None}]}, r"messages\[1\]\.content: missing"),
     ({"messages": [ASK, {**ANSWER, "content": [1]}]}, r"\.content: \[1\], not text"),
     ({"conversations": [{"from": "human", "value": 5}]}, r"conversations\[0\]\.value: 5, not text"),
     ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"messages\[1\]\.content: empty"),
-    ({"messages": [ASK, {**ANSWER, "content": "\ud800"}]}, "half a character"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": [1]}]}, r"messages\[1\]\.tool_calls: not supp"),
-    ({"messages": [ASK, {**ANSWER, "weight": 0}]}, r"messages\[1\]\.weight: not supported"),
-    ({"messages": [ASK, ANSWER], "tools": [{}]}, "tools: not supported"),
-    ({"conversations": [{"from": "tool", "value": "Hi"}]}, r"conversations\[0\]\.from: 'tool'"),
     ({"conversations": SHAREGPT, "tools": "[]"}, "tools: not supported"),
 ]
 

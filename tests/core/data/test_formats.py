@@ -167,7 +167,7 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a.jsonl:2: not valid JSON \(Expecting"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b"<!DOCTYPE html>\n<p>", "a.jsonl:1: not valid JSON .* if it is plain text"),
-        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl:3: not a JSON object; write it as"),
+        ("a.jsonl", b'{"text": "a"}\n\n7\n', "a.jsonl:3: not a JSON object; write it as"),
         (
             "a.jsonl",
             b'{"title": "a", "body": "b"}\n',

@@ -84,7 +84,7 @@ def test_prompts_are_those_of_transformers(name):
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     draw = random.Random(name)
     template = ChatTemplate(TEMPLATES[name], TOKENS, Path("run"))
-    for number in range(25):
+    for number in range(8):
         messages = converse(draw, name == "alternating")
         generates = number % 2 == 0
         (expected,), _ = utils.render_jinja_template(

@@ -3,10 +3,7 @@ import pytest
 from gptmini.tokenizer.choose import choose_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("tokens", "vocab_size"),
-    [(0, 512), (850_000, 1024), (2_000_000, 2048), (5_000_000, 2048), (10**8, 4096)],
-)
+@pytest.mark.parametrize(("tokens", "vocab_size"), [(0, 512), (850_000, 1024), (10**8, 4096)])
 def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
     assert choose_tokenizer("auto", 10**7, 192, tokens) == ("bpe", vocab_size)
     assert choose_tokenizer("auto", 30_000, 192, tokens) == ("byte", None)
@@ -15,16 +12,11 @@ def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
 @pytest.mark.parametrize(
     ("text_bytes", "d_model", "expected"),
     [
-        (0, 192, ("byte", None)),
         (39_000, 192, ("byte", None)),
         (41_000, 192, ("bpe", 512)),
-        (500_000, 192, ("bpe", 512)),
         (1_000_000, 192, ("bpe", 1024)),
-        (2_500_000, 192, ("bpe", 2048)),
         (10**12, 192, ("bpe", 4096)),
         (10**12, 16, ("bpe", 512)),
-        (10**12, 64, ("bpe", 1024)),
-        (10**12, 768, ("bpe", 16384)),
         (10**12, 10**6, ("bpe", 32768)),
     ],
 )

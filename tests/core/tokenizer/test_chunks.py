@@ -13,9 +13,12 @@ from tests.support import WORDS
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(text=TEXTS | st.text("ab1 \n\t.,'é東。\u0301\u2019\u00a0\u2003!s/", max_size=200))
-@pytest.mark.parametrize("kind", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "bpe"])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=40,
+)
+@given(text=TEXTS | st.text("ab1 \n\t.,'é東。\u0301\u2019\u00a0\u2003!s/", max_size=60))
+@pytest.mark.parametrize("kind", ["r50k_base", "o200k_base", "bpe"])
 def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind, text):
     if kind == "bpe":
         pattern = bpe.WORD_PATTERN

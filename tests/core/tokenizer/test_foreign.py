@@ -58,7 +58,7 @@ def test_the_tokens_are_those_of_the_library(name):
         PAIRS[name].check(text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(PAIRS)),
     st.text(st.sampled_from(ODD) | st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -240,7 +240,6 @@ def test_a_new_model_takes_a_file_as_it_came_and_its_run_keeps_it(gptmini, text_
     train = ["train", "--data", str(text_file), "--set", f"tokenizer.kind={file}", *SMALL]
     assert gptmini(*train)[0] == 0
     file.unlink()
-    assert gptmini(*train, "--steps", "3")[0] == 0  # resumes
     assert load_tokenizer(Path("runs/text/tokenizer.json")).fingerprint == ours.fingerprint
     assert load_tokenizer(Path("runs/text/tokenizer.json")).file == library.to_str(pretty=True)
     assert gptmini("generate", "runs/text", "--prompt", "a", "--max-new-tokens", "2")[0] == 0
