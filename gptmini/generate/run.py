@@ -307,9 +307,8 @@ class Run:
                 print(copy.start, copy.end, copy.file, copy.line)
 
         A copy has 20 characters or more. The `prompt` that the text continues is not counted, but a
-        copy may begin in it. The first call indexes the training text, which is kept in the cache.
-        DataError if the training text is gone or has changed, for a run that was not trained here,
-        and for a text that is not valid Unicode.
+        copy may begin in it. The first call reads the training text into memory. DataError if that
+        is gone or has changed, and for a run that was not trained here.
         """
         try:
             from gptmini.extras.sources import training_text  # noqa: PLC0415 - a door

@@ -4,23 +4,61 @@ A copy is a stretch of at least SHORTEST_COPY characters that cannot be made lon
 overlap, as two that stand in different files, but none lies within another.
 """
 
+import os
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from gptmini.errors import DataError
-from gptmini.extras.sources.index import PADDING, TextIndex
-from gptmini.extras.sources.suffixes import Bytes
+from gptmini.tokenizer.chunks import Place
 
 # Characters; few as long are chance (scripts/LOG.md: How does one find copies of a training text?)
 SHORTEST_COPY = 20
-# Bytes to which matches are measured at first: as many as so short a copy can have.
-MEASURED_BYTES = 4 * SHORTEST_COPY
-COMPARED_BYTES = 16  # at a time
-AFTER_QUERY = b"\xfe"  # stands in no UTF-8, and differs from SEPARATOR
-Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+SEPARATOR = "\ud800"  # stands in no valid text, so that no copy goes on behind a document
+# A stretch of a document, whether a document begins with it, and where it is from.
+Piece = tuple[str, bool, Place]
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """A training text, and where the pieces that it came in are from; see `join_pieces`.
+
+    `text` has a SEPARATOR between documents. The n-th piece begins there at `begins[n]`, in its
+    file at `places[n]`, and belongs to the document `documents[n]`, counted from 1.
+    """
+
+    text: str
+    begins: list[int]
+    places: list[Place]
+    documents: list[int]
+
+    def locate(self, position: int) -> tuple[Place, int]:
+        """Return the place and the document of a position; a record has one place."""
+        number = bisect_right(self.begins, position) - 1
+        before = self.text[self.begins[number] : position]
+        return self.places[number].after(before), self.documents[number]
+
+
+def join_pieces(pieces: Iterable[Piece]) -> SourceText:
+    """Join a text that comes in pieces."""
+    parts: list[str] = []
+    length = 0
+    begins: list[int] = []
+    places: list[Place] = []
+    documents: list[int] = []
+    document = 0
+    for piece, starts_document, place in pieces:
+        if starts_document and document:
+            parts.append(SEPARATOR)
+            length += len(SEPARATOR)
+        document += starts_document
+        begins.append(length)
+        places.append(place)
+        documents.append(document)
+        parts.append(piece)
+        length += len(piece)
+    return SourceText("".join(parts), begins, places, documents)
 
 
 @dataclass(frozen=True)
@@ -54,32 +92,65 @@ class Copy:
 
 @dataclass(frozen=True)
 class Copies:
-    """What a text copies: its length in characters, and its copies, in order.
+    """What a text that continues a prompt copies from a training text.
 
-    `share` is that of the characters which belong to a copy.
+    The prompt is searched only to see a copy that begins in it and goes on in the text. A copy has
+    a letter or a digit: rules of dashes are nobody's words.
     """
 
-    n_characters: int
-    copies: list[Copy]
+    source: SourceText
+    text: str
+    prompt: str = ""
+
+    @cached_property
+    def stretches(self) -> list[tuple[int, int]]:
+        """The stretches that belong to copies, joined where these overlap or touch."""
+        whole = self.prompt + self.text
+        joined: list[tuple[int, int]] = []
+        for start in self._windows:
+            end = start + SHORTEST_COPY
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        skipped = len(self.prompt)
+        return [
+            (max(0, start - skipped), end - skipped)
+            for start, end in joined
+            if end > skipped and _has_words(whole[start:end])
+        ]
+
+    @cached_property
+    def copies(self) -> list[Copy]:
+        """The copies, in order."""
+        whole = self.prompt + self.text
+        skipped = len(self.prompt)
+        copies: list[Copy] = []
+        for start, end, position in find_matches(self.source.text, whole, self._windows):
+            if end <= skipped or not _has_words(whole[start:end]):
+                continue
+            begin = max(start, skipped)
+            words = whole[begin:end]
+            # A copy that begins with line breaks is looked up where its words begin.
+            n_blank = len(words) - len(words.lstrip())
+            place, document = self.source.locate(position + begin - start + n_blank)
+            if copies and copies[-1].start == begin - skipped:  # both began in the prompt
+                copies.pop()
+            copies.append(Copy(begin - skipped, end - skipped, place.file, place.line, document))
+        return copies
+
+    @cached_property
+    def _windows(self) -> list[int]:
+        return find_windows(self.source.text, self.prompt + self.text)
 
     @property
     def share(self) -> float:
-        return sum(end - start for start, end in self.stretches) / max(1, self.n_characters)
+        """What part of the characters belongs to a copy."""
+        return sum(end - start for start, end in self.stretches) / max(1, len(self.text))
 
     @property
     def longest(self) -> Copy | None:
         return max(self.copies, key=lambda copy: copy.length, default=None)
-
-    @property
-    def stretches(self) -> list[tuple[int, int]]:
-        """The stretches that belong to copies, joined where these overlap or touch."""
-        joined: list[tuple[int, int]] = []
-        for copy in self.copies:
-            if joined and copy.start <= joined[-1][1]:
-                joined[-1] = (joined[-1][0], copy.end)
-            else:
-                joined.append((copy.start, copy.end))
-        return joined
 
     def describe(self) -> str:
         """Say in a line how much is copied, and where the longest copy stands."""
@@ -98,141 +169,59 @@ class Copies:
         return {"share": round(self.share, 4), "longest": longest, "copies": copies}
 
 
-def search(index: TextIndex, text: str, prompt: str = "") -> Copies:
-    """Find the copies of a text that continues a prompt.
+def _has_words(text: str) -> bool:
+    return any(map(str.isalnum, text))
 
-    The prompt is searched only to see a copy that begins in it and goes on in the text. A copy is
-    on whole characters, and has a letter or a digit: rules of dashes are nobody's words. DataError
-    for a text that is not valid Unicode.
+
+def find_windows(text: str, query: str) -> list[int]:
+    """Find where in a query SHORTEST_COPY characters begin that stand in a text."""
+    half = SHORTEST_COPY // 2
+    halves = {query[at : at + half] for at in range(len(query) - half + 1)}
+    ends = range(SHORTEST_COPY, len(query) + 1)
+    windows = {query[end - SHORTEST_COPY : end] for end in ends}
+    known: set[str] = set()
+    # Whatever has SHORTEST_COPY characters in the text has one of these halves in it.
+    for at in range(half - 1, len(text), half):
+        if text[at : at + half] in halves:
+            around = range(at - half + 1, at + 1)
+            known.update(windows.intersection(text[n : n + SHORTEST_COPY] for n in around))
+    starts = range(len(query) - SHORTEST_COPY + 1)
+    return [start for start in starts if query[start : start + SHORTEST_COPY] in known]
+
+
+def find_matches(text: str, query: str, windows: list[int]) -> list[tuple[int, int, int]]:
+    """Find the longest stretches of a query that a text has, with none within another.
+
+    `windows` are those of the two. Returns for each match its first character and the one behind
+    its last in the query, and where it first stands in the text.
     """
-    spans = find_matches(index, prompt + text, SHORTEST_COPY)
-    copies: list[Copy] = []
-    for start, end in spans:
-        if end <= len(prompt) or not any(map(str.isalnum, (prompt + text)[start:end])):
-            continue
-        position = find_first(index, (prompt + text)[start:end].encode())
-        begin = max(0, start - len(prompt))
-        words = text[begin : end - len(prompt)]
-        # A copy that begins with line breaks is looked up where its words begin.
-        before = prompt[start:] + words[: len(words) - len(words.lstrip())]
-        file, line, document = index.locate(position + len(before.encode()))
-        if copies and copies[-1].start == begin:  # both began in the prompt
-            copies.pop()
-        copies.append(Copy(begin, end - len(prompt), file, line, document))
-    return Copies(len(text), copies)
+    matches: list[tuple[int, int, int]] = []
+    for window in windows:
+        start, end = window, window + SHORTEST_COPY
+        if matches:
+            last_start, last_end, _ = matches[-1]
+            if end <= last_end:
+                continue
+            # What goes on behind the last match may begin within it.
+            starts = range(last_start + 1, window)
+            n_unknown = bisect_left(starts, True, key=lambda at: query[at:end] in text)
+            start = last_start + 1 + n_unknown
+        matches.append((start, *_follow(text, query, start)))
+    return matches
 
 
-def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, int]]:
-    """Find the longest stretches of a text that the index has, with none within another.
+def _follow(text: str, query: str, start: int) -> tuple[int, int]:
+    """Find the end of the longest stretch from a start of a query, and its first place in a text.
 
-    Returns for each its first character and the one behind its last.
+    At least SHORTEST_COPY characters from there stand in the text.
     """
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"text: character {error.start} is not valid Unicode; remove it") from None
-    query = np.frombuffer(encoded + AFTER_QUERY * PADDING, np.uint8)
-    begins_character = (query & 0xC0) != 0x80  # (M + PADDING,)
-    # By byte: the number of the character that begins there, or that it is within.
-    characters = np.cumsum(begins_character) - 1
-    (bounds,) = begins_character[: len(encoded)].nonzero()
-    ends = characters[bounds + match(index, query, bounds)]
-    likely = (ends - np.arange(len(bounds)) >= shortest).nonzero()[0].tolist()
-
-    def follow(n: int) -> int:
-        """Return the character behind the longest match from the n-th likely one."""
-        start = bounds[likely[n]]
-        return int(characters[start + _follow(index, query[start:])])
-
-    found: list[tuple[int, int]] = []
-    n = 0
-    while n < len(likely):
-        end = follow(n)
-        found.append((likely[n], end))
-        # Matches from later characters never end earlier, and those from behind this one later.
-        within = range(n + 1, bisect_left(likely, end))
-        n += 1 + bisect_right(within, end, key=follow)
-    return found
-
-
-def find_first(index: TextIndex, copied: bytes) -> int:
-    """Return where the index has first what it has somewhere."""
-
-    def read(n: int) -> bytes:
-        begin = int(index.order[n])
-        return index.text[begin : begin + len(copied)].tobytes()
-
-    numbers = range(len(index.order))
-    low = bisect_left(numbers, copied, key=read)
-    high = bisect_right(numbers, copied, lo=low, key=read)
-    return int(index.order[low:high].min())
-
-
-def match(index: TextIndex, query: Bytes, starts: Numbers) -> Numbers:
-    """Return how many bytes from each start (S,) of a query the index has, (S,).
-
-    The query ends in PADDING bytes that no text has. A binary search for all starts at once; what
-    a suffix shares with both ends of a range, it shares with all between (Manber and Myers 1993).
-    """
-    windows = np.lib.stride_tricks.sliding_window_view
-    text_blocks = windows(index.text, COMPARED_BYTES)
-    query_blocks = windows(query, COMPARED_BYTES)
-    low = np.zeros(len(starts), np.int64)
-    high = np.full(len(starts), len(index.order), np.int64)
-    # What is shared with the suffix below the range and above it.
-    shared = np.zeros((2, len(starts)), np.int64)
-    (open_starts,) = (low < high).nonzero()
-    while len(open_starts):
-        middle = (low[open_starts] + high[open_starts]) // 2
-        suffixes = index.order[middle].astype(np.int64)
-        begins = starts[open_starts]
-        equal = shared[:, open_starts].min(axis=0)
-        is_above = np.zeros(len(open_starts), bool)
-        left = np.arange(len(open_starts))
-        while len(left):
-            of_text = text_blocks[suffixes[left] + equal[left]]  # (L, COMPARED_BYTES)
-            of_query = query_blocks[begins[left] + equal[left]]
-            differs = of_text != of_query
-            first = differs.argmax(axis=1)
-            rows = np.arange(len(left))
-            is_above[left] = of_text[rows, first] > of_query[rows, first]
-            is_same = ~differs[rows, first]
-            equal[left] += np.where(is_same, COMPARED_BYTES, first)
-            left = left[is_same & (equal[left] < MEASURED_BYTES)]
-        side = is_above.astype(np.int64)
-        shared[side, open_starts] = equal
-        low[open_starts] = np.where(is_above, low[open_starts], middle + 1)
-        high[open_starts] = np.where(is_above, middle, high[open_starts])
-        open_starts = open_starts[low[open_starts] < high[open_starts]]
-    return shared.max(axis=0)
-
-
-def _follow(index: TextIndex, query: Bytes) -> int:
-    """Return how many bytes from the beginning of a query the index has, however many.
-
-    The query ends as in `match`.
-    """
-    low, high = 0, len(index.order)
-    shared = [0, 0]
-    while low < high:
-        middle = (low + high) // 2
-        suffix = int(index.order[middle])
-        equal = min(shared)
-        equal += _count_equal(query[equal:], index.text[suffix + equal :])
-        is_above = bool(index.text[suffix + equal] > query[equal])
-        shared[is_above] = equal
-        if is_above:
-            high = middle
-        else:
-            low = middle + 1
-    return max(shared)
-
-
-def _count_equal(one: Bytes, other: Bytes) -> int:
-    """Count the bytes that two texts begin with alike; they differ somewhere."""
-    shared = min(len(one), len(other))
-    one, other = one[:shared], other[:shared]
-    length = COMPARED_BYTES
-    while (one[:length] == other[:length]).all():
-        length *= 8
-    return int((one[:length] != other[:length]).argmax())
+    end = start + SHORTEST_COPY - 1
+    position = 0
+    while end < len(query):
+        found = text.find(query[start : end + 1], position)  # one that is longer
+        if found == -1:
+            break
+        position = found
+        both = [query[start:], text[found : found + len(query) - start]]
+        end = start + len(os.path.commonprefix(both))  # noqa: RUF071 - of characters
+    return end, position

@@ -22,7 +22,7 @@ def test_sources_are_marked_in_colour_and_listed(gptmini, run, monkeypatch):
     words = ["generate", "--prompt", "quick brown fox", *FEW]
     code, expected, _ = gptmini(*words)
     # The model has learned little: put the beginning of its text where it was trained.
-    monkeypatch.setattr("gptmini.extras.sources.training_text.search", copies_of(5))
+    monkeypatch.setattr("gptmini.extras.sources.training_text.Copies", FirstFive)
     code, out, err = gptmini(*words, "--sources")
     assert (code, out) == (0, expected)  # a pipe gets the text alone
     assert "%" in err
@@ -39,13 +39,11 @@ def test_sources_are_marked_in_colour_and_listed(gptmini, run, monkeypatch):
     assert gptmini(*words, "--sources", "--raw")[1] == expected
 
 
-def copies_of(length: int):
+class FirstFive(Copies):
     """A search that finds the beginning of every text."""
 
-    def find(index: object, text: str, prompt: str) -> Copies:
-        return Copies(len(text), [Copy(0, length, "a.txt", 3, 1)] if text else [])
-
-    return find
+    stretches = [(0, 5)]  # noqa: RUF012
+    copies = [Copy(0, 5, "a.txt", 3, 1)]  # noqa: RUF012
 
 
 def test_sources_in_json_and_for_each_of_several_texts(gptmini, run):
@@ -83,10 +81,10 @@ def test_sources_need_the_text_of_training(gptmini, run, trained):
     assert "--sources" in err
 
 
-def test_threads_share_an_index_and_a_copied_run_has_its_own(trained: Path, tmp_path: Path):
+def test_threads_share_a_text_and_a_copied_run_has_its_own(trained: Path, tmp_path: Path):
     run = load_run(trained, cache=new_cache(tmp_path))
     text = "? quick brown fox jumps over the lazy dog"
-    with ThreadPoolExecutor(4) as pool:  # one of them makes the index
+    with ThreadPoolExecutor(4) as pool:  # one of them reads it
         results = list(pool.map(run.find_copies, [text] * 8))
     for sources in results:
         (found,) = sources.copies

@@ -6,19 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.errors import DataError
 from gptmini.extras.sources import find
-from gptmini.extras.sources.find import Copy, find_first, find_matches, search
-from gptmini.extras.sources.index import TextIndex, build_index
+from gptmini.extras.sources.find import Copies, Copy, SourceText, find_matches, find_windows
 from gptmini.tokenizer.chunks import Place
 
 LETTERS = ["a", "ab", "ab \n", "\u4e2d\u6587\u4e2c", "\xe9\xe8a", "\U0001f600\U0001f601b"]
 
 
-def index_of(*documents: str) -> TextIndex:
-    files = [Place(f"{number}.txt", 1) for number in range(1, len(documents) + 1)]
-    texts = [document.encode() for document in documents]
-    return build_index((text, True, place) for text, place in zip(texts, files, strict=True))
+def join(*documents: str) -> SourceText:
+    numbered = enumerate(documents, 1)
+    return find.join_pieces((text, True, Place(f"{number}.txt", 1)) for number, text in numbered)
 
 
 def search_plainly(documents: list[str], text: str, shortest: int) -> list[tuple[int, int]]:
@@ -41,32 +38,27 @@ def texts(draw):
     return draw(st.lists(letters, min_size=1, max_size=4)), draw(letters)
 
 
-@given(texts(), st.integers(1, 6), st.booleans())
-def test_copies_are_those_of_a_plain_search(case, shortest, are_long):
-    documents, text = case
-    index = index_of(*documents)
+@given(texts(), st.integers(2, 6))
+def test_copies_are_those_of_a_plain_search(case, shortest):
+    documents, query = case
+    source = join(*documents)
     with pytest.MonkeyPatch.context() as patch:
-        if are_long:  # longer than what is measured at first
-            patch.setattr(find, "COMPARED_BYTES", 2)
-            patch.setattr(find, "MEASURED_BYTES", 24)
-        found = find_matches(index, text, shortest)
-    assert found == search_plainly(documents, text, shortest)
-    for start, end in found:
-        position = find_first(index, text[start:end].encode())
-        assert position == b"\xff".join(map(str.encode, documents)).index(text[start:end].encode())
+        patch.setattr(find, "SHORTEST_COPY", shortest)
+        found = find_matches(source.text, query, find_windows(source.text, query))
+        patch.setattr(find, "_has_words", bool)
+        stretches = Copies(source, query).stretches
+    assert [(start, end) for start, end, _ in found] == search_plainly(documents, query, shortest)
+    for start, end, position in found:
+        assert source.text.index(query[start:end]) == position
+    copied = {n for start, end, _ in found for n in range(start, end)}
+    assert copied == {n for start, end in stretches for n in range(start, end)}
 
 
-def test_a_copy_is_never_of_half_a_character():
-    # These share their first two bytes of three.
-    assert find_matches(index_of("ab\u4e2d"), "ab\u4e2c", 1) == [(0, 2)]
-    assert find_matches(index_of("\u4e2dab"), "\u6e2dab", 1) == [(1, 3)]
-
-
-def test_a_copy_may_be_longer_than_what_is_measured_and_a_text_of_one_character():
+def test_a_copy_may_be_long_and_a_text_of_one_character():
     draw = random.Random(0)
     text = "".join(draw.choices("abc", k=5000))
-    index = index_of("x" * 9000, text)
-    found = search(index, f"zz{text[1000:4500]}z{'x' * 8000}{text[:30]}")  # copied in part
+    source = join("x" * 9000, text)
+    found = Copies(source, f"zz{text[1000:4500]}z{'x' * 8000}{text[:30]}")  # copied in part
     assert [(copy.start, copy.end, copy.document) for copy in found.copies] == [
         (2, 3502, 2),
         (3503, 11503, 1),
@@ -76,56 +68,51 @@ def test_a_copy_may_be_longer_than_what_is_measured_and_a_text_of_one_character(
 
 
 def test_no_copy_goes_on_behind_a_document():
-    index = index_of("a" * 30, "b" * 30)
-    found = search(index, "a" * 30 + "b" * 30)
+    source = join("a" * 30, "b" * 30)
+    found = Copies(source, "a" * 30 + "b" * 30)
     assert [(copy.start, copy.end) for copy in found.copies] == [(0, 30), (30, 60)]
 
 
 def test_the_prompt_is_not_counted_but_a_copy_may_begin_in_it():
-    index = index_of("one\ntwo three four five six seven eight")
-    found = search(index, "five six sev? no", "two three four ")
+    source = join("one\ntwo three four five six seven eight")
+    found = Copies(source, "five six sev? no", "two three four ")
     assert found.copies == [Copy(0, 12, "1.txt", 2, 1)]
     assert found.share == 12 / 16
-    assert search(index, "?", "two three four five six").copies == []
-    lines = index_of("zero\none two three\nfour five six seven")
-    (copy,) = search(lines, " five", "one two three\nfour").copies
+    assert Copies(source, "?", "two three four five six").copies == []
+    lines = join("zero\none two three\nfour five six seven")
+    (copy,) = Copies(lines, " five", "one two three\nfour").copies
     assert copy.line == 3
     # Both begin in the prompt: the one within the other is left out.
-    two = index_of("abcdefghijklmnopqrstuvwxyz", "bcdefghijklmnopqrstuvwxyz!")
-    (copy,) = search(two, "klmnopqrstuvwxyz!", "abcdefghij").copies
+    two = join("abcdefghijklmnopqrstuvwxyz", "bcdefghijklmnopqrstuvwxyz!")
+    (copy,) = Copies(two, "klmnopqrstuvwxyz!", "abcdefghij").copies
     assert (copy.start, copy.end, copy.file) == (0, 17, "2.txt")
 
 
 def test_shares_count_no_character_twice():
-    index = index_of("abcdefghijklmnopqrstuv", "klmnopqrstuvwxyzABCDEF")
-    found = search(index, "abcdefghijklmnopqrstuvwxyzABCDEF!!!!!!!!")
+    source = join("abcdefghijklmnopqrstuv", "klmnopqrstuvwxyzABCDEF")
+    found = Copies(source, "abcdefghijklmnopqrstuvwxyzABCDEF!!!!!!!!")
     assert [(copy.start, copy.end) for copy in found.copies] == [(0, 22), (10, 32)]
     assert found.stretches == [(0, 32)]
     assert found.share == 0.8
-    assert search(index, "").share == 0
+    assert Copies(source, "").share == 0
 
 
 def test_twenty_characters_are_a_copy_and_nineteen_are_not():
-    index = index_of("\u4e00\u4e8c\u4e09\u56db\u4e94" + "abcdefghijklmnopqrs")
-    assert search(index, "abcdefghijklmnopqrs").copies == []
-    assert search(index, "\u4e94abcdefghijklmnopqrs").longest.length == 20
-
-
-def test_surrogates_are_refused():
-    with pytest.raises(DataError, match="character 2"):
-        search(index_of("a"), "ab\ud800")
+    source = join("\u4e00\u4e8c\u4e09\u56db\u4e94" + "abcdefghijklmnopqrs")
+    assert Copies(source, "abcdefghijklmnopqrs").copies == []
+    assert Copies(source, "\u4e94abcdefghijklmnopqrs").longest.length == 20
 
 
 def test_json_has_the_place_of_each_copy(monkeypatch):
-    index = index_of("x" * 5, "one\n\ntwo three four five six")
-    data = search(index, "!two three four five six").to_dict()
+    source = join("x" * 5, "one\n\ntwo three four five six")
+    data = Copies(source, "!two three four five six").to_dict()
     (copy,) = data["copies"]
     assert copy == {"start": 1, "end": 24, "length": 23, "file": "2.txt", "line": 3, "document": 2}
     assert (data["share"], data["longest"]) == (0.9583, 23)
 
 
 def test_a_rule_of_dashes_is_no_copy():
-    index = index_of(f"{'-' * 40}\nnot one word of this is new")
-    assert search(index, f"a {'-' * 30} b").copies == []
-    (copy,) = search(index, f"{'-' * 40}\nnot one").copies
+    source = join(f"{'-' * 40}\nnot one word of this is new")
+    assert Copies(source, f"a {'-' * 30} b").copies == []
+    (copy,) = Copies(source, f"{'-' * 40}\nnot one").copies
     assert (copy.start, copy.end) == (0, 48)
