@@ -331,19 +331,14 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
     if hub_dataset.is_dataset_name(path):
         return _find_dataset_files(path, errors)
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
-    links: set[Path] = set()
     if place.is_dir():
-        found = [Path(root) / name for root, names in _walk(place, links) for name in names]
+        found = [Path(root) / name for root, names in _walk(place) for name in names]
     elif not place.exists() and any(character in path for character in "*?["):
-        found = sorted(_match_pattern(place, links), key=str)
+        found = sorted(_match_pattern(place), key=str)
         found = [match for match in found if not match.is_dir()]
     else:
         return [_describe_file(place, errors)]
-    links |= {each for each in found if each.is_symlink() and not each.exists()}
-    found = [each for each in found if each not in links]
-    if links:
-        names = _abbreviate(sorted(links))
-        warn_once(f"{path}: symbolic links to folders or to nothing are skipped: {names}")
+    found = [each for each in found if each.exists() or not each.is_symlink()]
     if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
@@ -355,16 +350,15 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
 
 def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[File]:
     """Leave out files that cannot be read as text, with a warning; DataError if none is left."""
-    problems = {file: _find_problem(file, text_key) for file in files}
-    readable = [file for file, problem in problems.items() if problem is None]
-    # Records apart, as among a thousand pictures nobody would see them.
-    records = [problem for file, problem in problems.items() if problem and file.kind != "text"]
-    others = [problem for file, problem in problems.items() if problem and file.kind == "text"]
-    if not readable:
-        raise DataError(f"{path}: no text found, only such as {[*records, *others][0]}")
-    for skipped in filter(None, (records, others)):
-        warn_once(f"{path}: {len(skipped)} of {len(files)} files skipped, such as {skipped[0]}")
-    return readable
+    problems = {file: problem for file in files if (problem := _find_problem(file, text_key))}
+    if not problems:
+        return files
+    # Of records if there are any, as among a thousand pictures nobody would see them.
+    example = problems[min(problems, key=lambda file: file.kind == "text")]
+    if len(problems) == len(files):
+        raise DataError(f"{path}: no text found, only such as {example}")
+    warn_once(f"{path}: {len(problems)} of {len(files)} files skipped, such as {example}")
+    return [file for file in files if file not in problems]
 
 
 @cache
@@ -379,19 +373,17 @@ def _find_problem(file: File, text_key: str) -> str | None:
     return None
 
 
-def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Walk a folder and those below it: each with its files, sorted, without hidden ones.
 
-    Symbolic links to folders are added to `links` instead of followed, as they may form loops.
+    Symbolic links to folders are not followed, as they may form loops.
     """
     for root, folders, names in os.walk(folder, onerror=raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = [Path(root, name) for name in folders]
-        links.update(path for path in paths if path.is_symlink())
         yield root, sorted(name for name in names if not name.startswith("."))
 
 
-def _match_pattern(pattern: Path, links: set[Path]) -> set[Path]:
+def _match_pattern(pattern: Path) -> set[Path]:
     """Find the paths that a pattern matches; `**` walks folders as above.
 
     glob.glob would follow links there.
@@ -403,8 +395,8 @@ def _match_pattern(pattern: Path, links: set[Path]) -> set[Path]:
     after = Path(*pattern.parts[at + 1 :] or "*")
     matches: set[Path] = set()
     for start in glob.glob(str(before)):
-        for root, _ in _walk(Path(start), links):
-            matches |= _match_pattern(Path(glob.escape(root)) / after, links)
+        for root, _ in _walk(Path(start)):
+            matches |= _match_pattern(Path(glob.escape(root)) / after)
     return matches
 
 

@@ -60,33 +60,18 @@ def test_globs_select_files(folder: Path):
     assert texts(f"{folder}/a[1].txt") == ["not a pattern"]
 
 
-def test_links_to_folders_are_not_followed(folder: Path, capsys, monkeypatch):
+def test_links_to_folders_are_not_followed(folder: Path):
     (folder / "sub" / "one").symlink_to(folder)
     (folder / "sub" / "two").symlink_to(folder)  # 2 ** 40 paths
-    for path, expected in [
-        ("", ["a", "b", "c", "d"]),
-        ("/**", ["a", "b", "c", "d"]),
-        ("/**/*.txt", ["a", "c", "d"]),
-        ("/**/sub/**/*.txt", ["c", "d"]),
-    ]:
-        assert texts(f"{folder}{path}") == expected
-        assert capsys.readouterr().err == (
-            f"warning: {folder}{path}: symbolic links to folders or to nothing are skipped: "
-            f"{folder}/sub/one and 1 more\n"
-        )
+    assert texts(str(folder)) == texts(f"{folder}/**") == ["a", "b", "c", "d"]
+    assert texts(f"{folder}/**/sub/**/*.txt") == ["c", "d"]
     assert texts(f"{folder}/sub/one/*.md") == ["b"]  # a link that is named is followed
-    monkeypatch.chdir(folder)
-    assert texts("**/*.txt") == texts("./**/*.txt") == ["a", "c", "d"]
 
 
-def test_links_that_lead_nowhere_are_skipped_in_folders(folder: Path, capsys):
-    (folder / "sub" / "loop").symlink_to(folder)
-    assert texts(str(folder)) == ["a", "b", "c", "d"]
+def test_links_that_lead_nowhere_are_skipped_in_folders(folder: Path):
     (folder / "self").symlink_to(folder / "self")
     (folder / "gone.txt").symlink_to(folder / "no such file")
-    capsys.readouterr()
-    assert texts(str(folder)) == ["a", "b", "c", "d"]
-    assert f"are skipped: {folder}/gone.txt and 2 more\n" in capsys.readouterr().err
+    assert texts(str(folder)) == texts(f"{folder}/**") == ["a", "b", "c", "d"]
     with pytest.raises(DataError, match="self: too many levels of symbolic links"):
         texts(f"{folder}/self")
 
@@ -121,10 +106,9 @@ def test_what_stops_a_named_file_does_not_stop_its_folder(folder: Path, capsys):
     for name, content in UNREADABLE.items():
         (folder / name).write_bytes(content)
     assert texts(str(folder)) == ["a", "b", "c", "d"]
-    records, others = capsys.readouterr().err.splitlines()
-    assert "events.jsonl:1: no field 'text' (it has: event); " in records
-    assert "2 of 9 files skipped, such as" in records
-    assert "desktop.ini: UTF-16 or" in others
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "4 of 9 files skipped, such as" in warning
+    assert "events.jsonl:1: no field 'text' (it has: event); " in warning
     with pytest.raises(DataError) as error:
         find_text([str(folder / name) for name in UNREADABLE], DataConfig())
     assert len(error.value.lines) == len(UNREADABLE)
