@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, Literal
 
 from gptmini.console import HiddenBar, escape_control_characters
@@ -63,8 +63,7 @@ def open_snapshot(kind: Kind, name: str, revision: str | None = None) -> Snapsho
             name, repo_type=kind, revision=revision, allow_patterns=[], tqdm_class=HiddenBar
         )
     folder = Path(downloaded)
-    listed = filter(_is_inside, _list_files(hub, kind, name, folder))
-    return Snapshot(kind, name, folder.name, folder, sorted(listed))
+    return Snapshot(kind, name, folder.name, folder, sorted(_list_files(hub, kind, name, folder)))
 
 
 def _list_files(hub: Any, kind: Kind, name: str, folder: Path) -> list[str]:
@@ -83,29 +82,22 @@ def _list_files(hub: Any, kind: Kind, name: str, folder: Path) -> list[str]:
     return [file.path for file in listed]
 
 
-def _is_inside(name: str) -> bool:
-    """Check whether a name that the Hub lists stays in the folder of its snapshot.
-
-    huggingface_hub downloads no others, but what they name may exist already.
-    """
-    paths = (PurePosixPath(name), PureWindowsPath(name))
-    return not any(path.anchor or ".." in path.parts for path in paths)
-
-
 def download(snapshot: Snapshot, names: Iterable[str]) -> list[Path]:
-    """Bring files of a snapshot into the cache; returns their places. Raises as `open_snapshot`."""
+    """Bring files of a snapshot into the cache; returns their places. Raises as `open_snapshot`.
+
+    A name that leaves the folder of the snapshot is refused.
+    """
     hub = _import_huggingface_hub(snapshot.name)
-    paths = []
-    for name in names:
-        path = snapshot.folder / name
+    with _report_failure(snapshot.kind, snapshot.name, snapshot.commit):
         # One at a time: Ctrl-C would have to wait for the threads of snapshot_download.
-        if not path.exists():
-            with _report_failure(snapshot.kind, snapshot.name, snapshot.commit):
+        return [
+            Path(
                 hub.hf_hub_download(
                     snapshot.name, name, repo_type=snapshot.kind, revision=snapshot.commit
                 )
-        paths.append(path)
-    return paths
+            )
+            for name in names
+        ]
 
 
 def upload(name: str, path: Path) -> str:
