@@ -41,12 +41,6 @@ def evaluate(
     if data and split == "test":
         raise ConfigError("--split test: a part of the run's own text; leave out --data")
     path = resolve_run(run)
-    from gptmini.config.load import load_config
-    from gptmini.data import corpus
-
-    if data and "-" not in data:
-        run_config = load_config(path / "config.yaml", [])
-        corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
     from gptmini.train.evaluate_run import (

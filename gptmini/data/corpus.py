@@ -21,7 +21,7 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import hub_dataset, numbers, token_file
+from gptmini.data import numbers, token_file
 from gptmini.data.text import (
     DividedText,
     Split,
@@ -109,21 +109,6 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Tok
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
     with _open_cache(settings, cache) as paths:
         return _prepare_whole(paths, settings, tokenizer, cache)
-
-
-def check_paths(paths: list[str], settings: DataConfig) -> None:
-    """DataError for paths that name no text.
-
-    Of a dataset on the Hub only the form of its name is checked, not what needs a network.
-    """
-    local = []
-    for path in paths:
-        if hub_dataset.is_dataset_name(path):
-            hub_dataset.parse_dataset_name(path)
-        else:
-            local.append(path)
-    if local and find_number_files(local) is None:
-        find_text(local, settings)
 
 
 def find_number_files(paths: list[str]) -> list[list[Path]] | None:
