@@ -4,7 +4,7 @@ The loss counts the assistant's turns and the token that ends each; the bit `IGN
 other tokens of a conversation.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ MESSAGE_LISTS = ("messages", "conversations")  # fields of a record
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other roles have our names
 # Fields of a record that would change its prompt, in the formats of OpenAI and Hugging Face.
 PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
-TEXT_COMMAND = r"""jq -c '{text: ([.%s[] | .role + ": " + .content] | join("\n"))}'"""
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ def find_conversation(place: Place, record: dict[str, Any], key: str) -> Convers
         for field in PROMPT_FIELDS:
             if record.get(field):
                 raise DataError(f"{place}: {field}: {UNSUPPORTED}")
-        return Conversation(place, _read_messages(f"{place}: {name}", messages), name)
+        return Conversation(place, _read_messages(f"{place}: {name}", messages))
     return None
 
 
@@ -114,7 +113,11 @@ class ChatEncoder:
         answers cannot be found.
         """
         if self._template is None:
-            refuse_without_template(conversation)
+            raise DataError(
+                f"{conversation.place}: a conversation, but the tokenizer has no chat template; "
+                f"train a new model, or --from an instruct model; or make text of it "
+                f"(docs/data.md, Recipes)"
+            )
         documents = self._split_turns(conversation, self._template)
         return np.concatenate([self._encode_parts(parts, conversation) for parts in documents])
 
@@ -173,12 +176,3 @@ class ChatEncoder:
                 f"model would not learn to stop; make text of the conversations"
             )
         return int(ends[-1]) + 1
-
-
-def refuse_without_template(conversation: Conversation) -> NoReturn:
-    """Raise DataError for a conversation where no chat template says how it is written."""
-    raise DataError(
-        f"{conversation.place}: a conversation, but the tokenizer has no chat template; train a "
-        f"new model, or --from an instruct model; or make text of it, for example with: "
-        f"{TEXT_COMMAND % conversation.field}"
-    )

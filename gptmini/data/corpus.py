@@ -287,20 +287,13 @@ def _check_length(corpus: Corpus, config: Config) -> None:
     window = config.seq_len + 1
     splits = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
     for split, token_files in splits.items():
-        for index, file in enumerate(token_files):
-            if len(file) >= window:
-                continue
-            whole = [file]
-            if config.data.validation_path is None:
-                whole = [corpus.training[index], corpus.validation[index]]
-            text_bytes = sum(part.text_bytes for part in whole)
-            enough = 1.1 * text_bytes * window / max(1, len(file))
-            enough = float(f"{enough:.1e}")  # two digits
-            raise DataError(
-                f"{corpus.name}: too short: {len(file):,} of its {sum(map(len, whole)):,} tokens "
-                f"are for {split}, but one window needs {window:,}; use about {enough:,.0f} bytes "
-                f"of text, or lower model.context_length or train.seq_len"
-            )
+        for file in token_files:
+            if len(file) < window:
+                raise DataError(
+                    f"{corpus.name}: too short: {len(file):,} of its tokens are for {split}, but "
+                    f"one window needs {window:,}; use a longer text, or lower "
+                    f"model.context_length or train.seq_len"
+                )
 
 
 def _join_digests(digests: list[str]) -> str:

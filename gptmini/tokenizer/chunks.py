@@ -24,11 +24,10 @@ class Place(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The messages of a chat, and the place and the field of the record that they are from."""
+    """The messages of a chat, and the place of the record that they are from."""
 
     place: Place
     messages: list[dict[str, Any]]  # {"role": ..., "content": ...}
-    field: str
 
 
 class TextChunk(NamedTuple):

@@ -31,7 +31,7 @@ def test_tokens_are_those_that_transformers_makes(tmp_path):
                 content = " ".join(draw.choices(words, k=draw.randrange(1, 9)))
                 messages.append({"role": role, "content": content})
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
-        conversation = Conversation(Place("a.jsonl", 1), messages, "messages")
+        conversation = Conversation(Place("a.jsonl", 1), messages)
         learned = ChatEncoder(CHAT_TOKENIZER).encode(conversation)
         assert (learned & ~IGNORED)[1:].tolist() == expected
 
