@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 1 << 14  # characters; without words, the time of a merge grows with the text
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "\u2581"  # stands for a space in SentencePiece
-MAX_TOKENS_OF_A_LETTER = 1000
 
 
 class ForeignTokenizer(Tokenizer):
@@ -178,14 +177,12 @@ def load_library(file: str) -> "Library":
             library = library_class.from_str(file)
             library.no_truncation()
             library.no_padding()
-            n_tokens = len(library.encode("a").ids)
+            library.encode("a")
             if library.decoder is None:
                 raise ValueError("it has no decoder")
             library.decoder.decode(["a", "<0x41>"])
     except Exception as error:  # the library raises no narrower one
         raise ValueError(shorten(str(error), 120)) from None
-    if n_tokens > MAX_TOKENS_OF_A_LETTER:
-        raise ValueError(f"it makes {n_tokens:,} tokens of one letter")
     library.encode_special_tokens = True  # as text
     if getattr(library.model, "dropout", None):
         library.model.dropout = None
