@@ -16,7 +16,7 @@ A checkpoint is written under a temporary name, synced, then renamed. Nothing in
 its bytes match the manifest, and loading it cannot run code.
 
 Beside these lie `lock`, which the process that trains the run holds, and what a killed process
-left: .tmp-*, checkpoints/.tmp* and .trash-*, which never count; step-*.damaged are checkpoints that
+left: .tmp-*, checkpoints/.tmp and .trash-*, which never count; step-*.damaged are checkpoints that
 were set aside. While nothing trains the run, all of them may be deleted, and older checkpoints but
 the best (`list_removable`).
 """
@@ -207,8 +207,10 @@ class RunDirectory:
         """
         step = int(state["step"])
         by_file = zip(tensors.name_model_files(count), parts, strict=True)
+        folder = self.checkpoints / ".tmp"
         try:
-            folder = self._make_temporary_folder()
+            files.remove_tree(folder)  # of a process that was killed
+            folder.mkdir()  # without parents: if the run has been moved away, fail
             manifest: Manifest = {}
             for name, contents in chain(by_file, [("optimizer.safetensors", optimizer)]):
                 manifest[name] = tensors.write_tensors(folder / name, contents)
@@ -222,19 +224,8 @@ class RunDirectory:
             self.write_best(state["best"])
             self.prune(state["best"], keep)
         except OSError as error:
-            for unfinished in self.checkpoints.glob(".tmp*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise MachineError(self._describe_failed_save(step, error)) from None
-
-    def _make_temporary_folder(self) -> Path:
-        """Make an empty folder for the files of a checkpoint."""
-        for leftover in self.checkpoints.glob(".tmp*"):  # of a process that was killed
-            files.remove_tree(leftover)
-        # On Windows, one stays as long as another process reads a file in it.
-        held = max((path.name for path in self.checkpoints.glob(".tmp*")), default=None)
-        folder = self.checkpoints / (".tmp" if held is None else f"{held}~")
-        folder.mkdir()  # without parents: if the run has been moved away, fail
-        return folder
 
     def _describe_failed_save(self, step: int, error: OSError) -> str:
         """Return the message for a checkpoint that cannot be written."""
