@@ -10,7 +10,7 @@ import numpy as np
 
 from gptmini.errors import UNSUPPORTED, CheckpointError, ConfigError, DataError, shorten
 from gptmini.tokenizer.chat_template import ROLES, ChatTemplate, Message
-from gptmini.tokenizer.chunks import Conversation, Place
+from gptmini.tokenizer.chunks import Place
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 Parts = list[tuple[str, bool]]  # stretches of a text, and whether each is an answer
@@ -24,7 +24,7 @@ PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def find_conversation(place: Place, record: dict[str, Any], key: str) -> Conversation | None:
+def find_messages(place: Place, record: dict[str, Any], key: str) -> list[Message] | None:
     """Find the messages of a record, under `key` or `messages`; None if it has none.
 
     Those of ShareGPT, which have from and value, get role and content.
@@ -42,7 +42,7 @@ def find_conversation(place: Place, record: dict[str, Any], key: str) -> Convers
         for field in PROMPT_FIELDS:
             if record.get(field):
                 raise DataError(f"{place}: {field}: {UNSUPPORTED}")
-        return Conversation(place, _read_messages(f"{place}: {name}", messages))
+        return _read_messages(f"{place}: {name}", messages)
     return None
 
 
@@ -102,7 +102,7 @@ class ChatEncoder:
                 "make text of the conversations",
             )
 
-    def encode(self, conversation: Conversation) -> Tokens:
+    def encode(self, messages: list[Message], place: Place) -> Tokens:
         """Encode a conversation (N,), an end-of-text token before it.
 
         Prompts and answers are encoded apart, since a prompt's tokens come first when generating.
@@ -114,19 +114,18 @@ class ChatEncoder:
         """
         if self._template is None:
             raise DataError(
-                f"{conversation.place}: a conversation, but the tokenizer has no chat template; "
-                f"train a new model, or --from an instruct model; or make text of it "
-                f"(docs/data.md, Recipes)"
+                f"{place}: a conversation, but the tokenizer has no chat template; train a new "
+                f"model, or --from an instruct model; or make text of it (docs/data.md, Recipes)"
             )
-        documents = self._split_turns(conversation, self._template)
-        return np.concatenate([self._encode_parts(parts, conversation) for parts in documents])
+        documents = self._split_turns(messages, place, self._template)
+        return np.concatenate([self._encode_parts(parts, place) for parts in documents])
 
-    def _encode_parts(self, parts: Parts, conversation: Conversation) -> Tokens:
+    def _encode_parts(self, parts: Parts, place: Place) -> Tokens:
         """Encode a document (N,), an end-of-text token before it."""
         tokens: list[Tokens] = []
         for text, is_answer in parts:
             part = self._tokenizer.encode_special(text, continues=bool(tokens))
-            n_learned = self._find_end(part, conversation) if is_answer else 0
+            n_learned = self._find_end(part, place) if is_answer else 0
             tokens += [part[:n_learned], part[n_learned:] | IGNORED]
         separator = np.array([self._tokenizer.eos_token_id], np.uint32) | IGNORED
         encoded = np.concatenate(tokens)
@@ -134,13 +133,14 @@ class ChatEncoder:
             return encoded
         return np.concatenate([separator, encoded])
 
-    def _split_turns(self, conversation: Conversation, template: ChatTemplate) -> list[Parts]:
+    def _split_turns(
+        self, messages: list[Message], place: Place, template: ChatTemplate
+    ) -> list[Parts]:
         """Split the text of a conversation into answers (True) and what comes between them.
 
         An answer is what the template adds to the prompt for it. Returns such parts of each
         document: one with all answers, or where that cannot be, one for each answer.
         """
-        messages = conversation.messages
         beginnings = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -149,7 +149,7 @@ class ChatEncoder:
             texts = [template.render(*beginning) for beginning in beginnings]
             whole = template.render(messages, False)
         except (ConfigError, CheckpointError) as error:
-            raise DataError(f"{conversation.place}: {error.lines[0]}") from None
+            raise DataError(f"{place}: {error.lines[0]}") from None
         parts: Parts = []
         each_answer: list[Parts] = []
         done = ""
@@ -157,8 +157,8 @@ class ChatEncoder:
         for prompt, answered in zip(texts[::2], texts[1::2], strict=True):
             if not answered.startswith(prompt):
                 raise DataError(
-                    f"{conversation.place}: the chat template writes an answer otherwise than its "
-                    f"prompt begins it; make text of the conversations"
+                    f"{place}: the chat template writes an answer otherwise than its prompt begins "
+                    f"it; make text of the conversations"
                 )
             answer = answered[len(prompt) :]
             rewrites |= not prompt.startswith(done) or not whole.startswith(answered)
@@ -167,12 +167,12 @@ class ChatEncoder:
             done = answered
         return each_answer if rewrites else [[*parts, (whole[len(done) :], False)]]
 
-    def _find_end(self, tokens: Tokens, conversation: Conversation) -> int:
+    def _find_end(self, tokens: Tokens, place: Place) -> int:
         """Find how many tokens of an answer come up to its last end token, included."""
         (ends,) = np.isin(tokens, self._tokenizer.end_tokens).nonzero()
         if not len(ends):
             raise DataError(
-                f"{conversation.place}: the chat template puts no end token behind an answer, so a "
-                f"model would not learn to stop; make text of the conversations"
+                f"{place}: the chat template puts no end token behind an answer, so a model would "
+                f"not learn to stop; make text of the conversations"
             )
         return int(ends[-1]) + 1

@@ -345,11 +345,11 @@ def _iter_learned_texts(
     chunks: Iterable[TextChunk], advance: Callable[[int], object]
 ) -> Iterator[str]:
     """Yield what a vocabulary is learned from: of conversations also the roles, as in ChatML."""
-    for text, _, conversation, _ in chunks:
-        if conversation is None:
+    for text, _, messages, _ in chunks:
+        if messages is None:
             yield text
         else:
-            for message in conversation.messages:
+            for message in messages:
                 yield f"{message['role']}\n{message['content']}\n"
         advance(count_utf8_bytes(text))
 

@@ -21,21 +21,15 @@ from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
 from gptmini.console import warn
-from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_conversation
+from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_messages
 from gptmini.errors import (
     DataError,
     describe_invalid_utf8,
     describe_os_error,
     make_missing_package_error,
 )
-from gptmini.tokenizer.chunks import (
-    TEXT_BLOCK_SIZE,
-    Conversation,
-    Place,
-    TextChunk,
-    find_boundary,
-    split_text,
-)
+from gptmini.tokenizer.chat_template import Message
+from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, Place, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = "convert it to UTF-8, or pass --errors replace"
 PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
@@ -64,7 +58,7 @@ PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
 PARQUET_BATCH_ROWS = 1000
 
 warn_once = cache(warn)  # a text is read several times
-Document = str | Conversation
+Document = str | list[Message]  # the messages of a conversation
 Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
 
 
@@ -92,8 +86,8 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
         else:
             records = READER_BY_KIND[file.kind](file, stream, text_key)
             for place, document in _find_documents(file, records, text_key):
-                if isinstance(document, Conversation):
-                    contents = [message["content"] for message in document.messages]
+                if isinstance(document, list):
+                    contents = [message["content"] for message in document]
                     yield TextChunk("\n".join(contents), True, document, place)
                 else:
                     yield from _split_chunks(document, True, place)
@@ -342,11 +336,11 @@ def _get_document(place: Place, record: dict[str, Any], key: str, errors: str) -
 
     Raises DataError for anything else.
     """
-    conversation = find_conversation(place, record, key)
-    if conversation is not None:
-        for message in conversation.messages:
+    messages = find_messages(place, record, key)
+    if messages is not None:
+        for message in messages:
             message["content"] = _check_text(place, "content", message["content"], errors)
-        return conversation
+        return messages
     if record.get(key) is None:
         return None
     return _check_text(place, key, record[key], errors)

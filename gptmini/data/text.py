@@ -98,7 +98,7 @@ class Text:
             for chunk in self.iter_chunks():
                 length = count_utf8_bytes(chunk.text)
                 size += length
-                has_conversations = has_conversations or chunk.conversation is not None
+                has_conversations = has_conversations or chunk.messages is not None
                 advance(length)
         return size, has_conversations
 
@@ -157,7 +157,7 @@ class DividedText:
             text = chunk.text
             length = count_utf8_bytes(text)
             for split, (begin, end) in stretches.items():
-                if chunk.conversation is not None:
+                if chunk.messages is not None:
                     if begin < at + length <= end:  # by its end, so that the last split has some
                         yield split, chunk
                     continue

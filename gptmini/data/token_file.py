@@ -142,10 +142,10 @@ def _encode_batch(
     document = np.array([tokenizer.eos_token_id], np.uint32)
     text_bytes: defaultdict[Label, int] = defaultdict(int)
     parts: defaultdict[Label, list[Tokens]] = defaultdict(list)
-    for label, (text, starts_document, conversation, _) in batch:
+    for label, (text, starts_document, messages, place) in batch:
         text_bytes[label] += count_utf8_bytes(text)
-        if conversation is not None:
-            parts[label].append(chat_encoder.encode(conversation))
+        if messages is not None:
+            parts[label].append(chat_encoder.encode(messages, place))
             continue
         if starts_document:
             parts[label].append(document)

@@ -23,22 +23,15 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-class Conversation(NamedTuple):
-    """The messages of a chat, and the place of the record that they are from."""
-
-    place: Place
-    messages: list[dict[str, Any]]  # {"role": ..., "content": ...}
-
-
 class TextChunk(NamedTuple):
     """A stretch of text; a long document comes in several, a conversation in one.
 
-    The text of a conversation is what its messages say.
+    A conversation has `messages`, and its text is what they say.
     """
 
     text: str
     starts_document: bool
-    conversation: Conversation | None = None
+    messages: list[dict[str, Any]] | None = None  # {"role": ..., "content": ...}
     place: Place = Place("", 1)
 
 

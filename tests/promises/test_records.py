@@ -29,7 +29,7 @@ Route = Callable[[Path, list[Any]], list[Any]]
 
 def read(path: Path) -> list[Any]:
     source = find_text([str(path)], DataConfig())
-    return [chunk.conversation or chunk.text for chunk in source.iter_chunks()]
+    return [chunk.messages or chunk.text for chunk in source.iter_chunks()]
 
 
 def read_json_lines(folder: Path, records: list[Any]) -> list[Any]:
@@ -115,11 +115,11 @@ def test_messages_in_parquet_are_what_they_are_in_json_lines(tmp_path: Path):
     human = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     for route in (read_json_lines, read_parquet):
         (found,) = route(tmp_path, [{"conversations": messages}])
-        assert found.messages == messages
+        assert found == messages
         (found,) = route(tmp_path, [{"text": messages}])
-        assert found.messages == messages
+        assert found == messages
         (found,) = route(tmp_path, [{"conversations": human}])
-        assert found.messages == messages
+        assert found == messages
         for record, name in (({"text": messages, "tools": ["a"]}, "tools"),):
             with pytest.raises(GptminiError, match=name):
                 route(tmp_path, [record])

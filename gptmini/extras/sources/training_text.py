@@ -61,15 +61,15 @@ def read_training_text(run: Path, settings: DataConfig, content: str, cache: Pat
 def _read_pieces(chunks: Iterable[TextChunk], names: str) -> Iterator[Piece]:
     """Yield the pieces of a text; the messages of a conversation count as documents."""
     size = 0
-    for text, starts_document, conversation, place in chunks:
+    for text, starts_document, messages, place in chunks:
         size += count_utf8_bytes(text)
         if size > MAX_TEXT_BYTES:
             raise DataError(
                 f"{names}: too much text to search; sources are found in up to "
                 f"{format_bytes(MAX_TEXT_BYTES)}"
             )
-        if conversation is None:
+        if messages is None:
             yield text, starts_document, place
             continue
-        for message in conversation.messages:
+        for message in messages:
             yield message["content"], True, place

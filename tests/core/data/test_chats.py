@@ -15,7 +15,7 @@ from gptmini.data.text import DividedText, find_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.chunks import Conversation, Place
+from gptmini.tokenizer.chunks import Place
 from gptmini.tokenizer.load import create_tokenizer, from_dict
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.samples import CHAT_TOKENIZER, TOKENIZER
@@ -46,7 +46,7 @@ def with_template(template: str) -> Tokenizer:
 
 def encode(*messages: dict[str, Any], tokenizer: Tokenizer = CHAT_TOKENIZER) -> np.ndarray:
     place = Place("a.jsonl", 1, is_record=True)
-    return ChatEncoder(tokenizer).encode(Conversation(place, list(messages)))
+    return ChatEncoder(tokenizer).encode(list(messages), place)
 
 
 def spell(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
@@ -65,12 +65,12 @@ def test_messages_are_read_from_any_field_beside_others(tmp_path):
     record = {"id": 3, "messages": [ASK, {**ANSWER, "tool_calls": None, "name": None}]}
     path = write(tmp_path / "a.jsonl", record, {"text": "plain"}, {"text": "b", "messages": 1})
     first, *texts = read(path)
-    assert first.conversation == Conversation(first.place, [ASK, ANSWER])
+    assert first.messages == [ASK, ANSWER]
     assert str(first.place) == f"{path}:1"
     assert first.text == "What is it?\nA cat."
     assert [chunk.text for chunk in texts] == ["plain", "b"]
     path = write(tmp_path / "b.jsonl", {"talk": [ASK, ANSWER]})
-    assert read(path, text_key="talk")[0].conversation.messages == [ASK, ANSWER]
+    assert read(path, text_key="talk")[0].messages == [ASK, ANSWER]
 
 
 def test_messages_are_read_from_parquet(tmp_path):
@@ -79,7 +79,7 @@ def test_messages_are_read_from_parquet(tmp_path):
     rows = [[ASK, ANSWER], [SYSTEM, ASK, ANSWER]]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"messages": rows, "source": ["x", "y"]}), path)
-    assert [chunk.conversation.messages for chunk in read(path)] == rows
+    assert [chunk.messages for chunk in read(path)] == rows
     parquet.write_table(pyarrow.table({"messages": rows, "tools": [["a"], []]}), path)
     with pytest.raises(DataError, match=r"a\.parquet:1: tools: not supported"):
         read(path)
@@ -89,7 +89,7 @@ def test_messages_of_sharegpt_are_read_as_ours(tmp_path):
     system = {"from": "system", "value": "Be brief"}
     path = write(tmp_path / "a.jsonl", {"conversations": [system, *SHAREGPT]})
     (chunk,) = read(path)
-    assert chunk.conversation.messages == [SYSTEM, ASK, ANSWER]
+    assert chunk.messages == [SYSTEM, ASK, ANSWER]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -257,8 +257,8 @@ def test_conversations_are_held_out_whole(tmp_path, split):
     parts = DividedText(source, 0.1, 0.1)
     found: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
     for side, chunk in parts.iter_chunks(found.keys()):  # type: ignore[arg-type]
-        assert chunk.conversation is not None
-        found[side].append(int(chunk.conversation.messages[1]["content"][:-1]))
+        assert chunk.messages is not None
+        found[side].append(int(chunk.messages[1]["content"][:-1]))
     assert sorted(number for numbers in found.values() for number in numbers) == list(range(200))
     assert all(5 <= len(found[side]) <= 40 for side in ("validation", "test"))
     if split == "tail":

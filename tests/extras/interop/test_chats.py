@@ -9,7 +9,7 @@ import pytest
 from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.extras.interop.export import export_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.chunks import Conversation, Place
+from gptmini.tokenizer.chunks import Place
 from tests.samples import CHAT_TOKENIZER, run_of
 from tests.support import prose
 
@@ -31,8 +31,7 @@ def test_tokens_are_those_that_transformers_makes(tmp_path):
                 content = " ".join(draw.choices(words, k=draw.randrange(1, 9)))
                 messages.append({"role": role, "content": content})
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
-        conversation = Conversation(Place("a.jsonl", 1), messages)
-        learned = ChatEncoder(CHAT_TOKENIZER).encode(conversation)
+        learned = ChatEncoder(CHAT_TOKENIZER).encode(messages, Place("a.jsonl", 1))
         assert (learned & ~IGNORED)[1:].tolist() == expected
 
 
