@@ -23,7 +23,7 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 
 from gptmini import files
-from gptmini.console import format_bytes, show_byte_progress
+from gptmini.console import format_bytes
 from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.errors import DataError
 from gptmini.tokenizer import chunks
@@ -31,7 +31,6 @@ from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 VERSION = 5  # of all that decides which tokens a text becomes, and how they are stored
-CHECKED_AT_ONCE_BYTES = 1 << 20
 MIXTURE_CYCLE_WINDOWS = 1000  # after as many windows the pattern of weighted texts repeats
 Label = TypeVar("Label", bound=Hashable)  # of the token file that tokens are for
 Encoded = tuple[int, Tokens]  # bytes of text, and the tokens that stand for them
@@ -196,11 +195,7 @@ class TokenFile:
 
     def _hash(self, described: dict[str, object]) -> str:
         """Hash the array and what describes it."""
-        hashed = hashlib.sha256()
-        with show_byte_progress("checking the tokens", self.count * self.dtype.itemsize) as advance:
-            while block := self.file.read(CHECKED_AT_ONCE_BYTES):
-                hashed.update(block)
-                advance(len(block))
+        hashed = hashlib.file_digest(self.file, "sha256")  # type: ignore[arg-type]
         hashed.update(json.dumps(described).encode())
         return hashed.hexdigest()
 
