@@ -17,6 +17,7 @@ from gptmini.model.gpt import GPT
 from tests.samples import CHAT_TOKENIZER, run_of
 
 
+@pytest.mark.usefixtures("other_programs")
 def test_a_run_goes_out_and_comes_back(gptmini, tmp_path, monkeypatch):
     run_of(tmp_path / "runs" / "my")
     code, out, err = gptmini("export")

@@ -314,6 +314,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", OTHERS)
+@pytest.mark.usefixtures("other_programs")
 def test_what_only_transformers_notices_is_caught(fault, tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="needs the extra bench")
     run = run_of(tmp_path / "run")
@@ -332,6 +333,7 @@ def test_what_only_transformers_notices_is_caught(fault, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.usefixtures("other_programs")
 def test_an_export_says_which_program_generated_with_it(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="needs the extra bench")
     run = run_of(tmp_path / "run")
@@ -369,6 +371,7 @@ def test_logits_are_compared_on_a_text_and_on_random_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
+@pytest.mark.usefixtures("other_programs")
 def test_of_a_large_vocabulary_the_logits_of_some_positions_are_compared(to, tmp_path, monkeypatch):
     run = run_of(tmp_path / "run")
     assert export_run(run, tmp_path / "all", to).tokens == 2 * 40

@@ -63,6 +63,7 @@ def with_tokenizer(run: Run, kind: str) -> Run:
 
 @installed
 @pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
+@pytest.mark.usefixtures("other_programs")
 def test_every_architecture_is_proven(case, tmp_path):
     run = run_of(tmp_path / "run", **CASES[case][1])
     made = export_run(run, tmp_path / "out.gguf", "gguf", "f32")
@@ -209,6 +210,7 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
 
 @installed
 @pytest.mark.parametrize("fault", ["other weights", "a key that it misses"])
+@pytest.mark.usefixtures("other_programs")
 def test_what_only_llama_cpp_notices_is_caught(fault, tmp_path, monkeypatch):
     pytest.importorskip("xllamacpp", reason="needs xllamacpp")
     run = run_of(tmp_path / "run", **LLAMA, attention=NO_NORM, head_dim=16)
