@@ -10,9 +10,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from gptmini.errors import MachineError, explain_missing_guest
+from gptmini.errors import explain_missing_guest
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import orthogonalize, orthogonalize_one_by_one
 from gptmini.train.gradients import ExactGradients, Gradients
@@ -106,16 +104,12 @@ SINGLE_PROCESS = Group()
 def join_group() -> Iterator[Group]:
     """Join the processes that torchrun's variables name; a plain command is alone.
 
-    MachineError without extras/parallel or torch.distributed; raises what `join_ranks` does.
+    MachineError without extras/parallel; raises what `join_ranks` does.
     """
     several = {"RANK", "WORLD_SIZE"} & os.environ.keys()
     if not several or os.environ.get("WORLD_SIZE") == "1":
         yield SINGLE_PROCESS
         return
-    if not torch.distributed.is_available():
-        raise MachineError(
-            "this PyTorch lacks torch.distributed; start a single process, without torchrun"
-        )
     try:
         from gptmini.extras.parallel import group as parallel  # noqa: PLC0415 - a door
     except ModuleNotFoundError as error:
