@@ -58,7 +58,7 @@ function getText() {
 /** Read what was typed into the box. */
 function readTyped() {
   if (textBox.value === written) return;
-  readText(readBox(getText()));
+  readText(textBox.value);
   written = textBox.value;
 }
 
@@ -457,18 +457,9 @@ function writeBox(text) {
   written = textBox.value;
 }
 
-/** The text that the reader means by the box: `text`, but what was typed since it was written. */
+/** The text that the reader means by the box: `text`, with its \r, until something is typed. */
 function readBox(text) {
-  const typed = textBox.value;
-  const units = text.match(/\r\n|[^]/g) ?? []; // each a character of the box
-  if (units.length !== written.length) return typed;
-  let begin = 0;
-  while (begin < written.length && typed[begin] === written[begin]) begin++;
-  let end = 0;
-  const room = Math.min(typed.length, written.length) - begin;
-  while (end < room && typed.at(-1 - end) === written.at(-1 - end)) end++;
-  const kept = [units.slice(0, begin), units.slice(units.length - end)];
-  return kept[0].join("") + typed.slice(begin, typed.length - end) + kept[1].join("");
+  return textBox.value === written ? text : textBox.value;
 }
 
 /** Build everything that stays while text and choices change. */

@@ -292,16 +292,6 @@ def chances_after(run: Run, tokens: list[int]) -> torch.Tensor:
         return run.model(torch.tensor([tokens]))[0, -1].float().softmax(0)
 
 
-def test_a_text_stays_with_the_server_and_not_in_the_box(run: Run, too_large, visit):
-    with serving(run, page=page_of(run)) as url:
-        tab = visit(url)
-        tab.evaluate("remote.text = 'the\\r\\nquick'; writeBox(remote.text)")
-        tab.locator("#text").press("End")
-        tab.locator("#text").press("s")
-        wait_until(tab, "remote.running === null && remote.text.length === 11")
-        assert tab.evaluate("remote.text") == "the\r\nquicks"
-
-
 def test_a_tokenizer_that_the_page_cannot_run_stays_with_the_server(run: Run, visit):
     tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
     run = Run(run.path, run.config, tokenizer, run.model, run.state)
