@@ -1025,59 +1025,9 @@ function processLogits(logits, sample, bias, prompt, generated) {
   return scores;
 }
 
-/** Choose the tokens (N,) that may be drawn from scores (V,); return them and their weights (N,).
+/** Say what each filter does: (V,) rows {token, weight, probability, chance, removedBy}.
  *
- * Weights are unnormalized probabilities. After top-k or top-p the tokens run from most to least
- * likely, of equal ones the first first. Throws if no token is left.
- */
-function filterProbabilities(scores, sample) {
-  let tokens = Array.from(scores.keys());
-  if (sample.top_k !== null && sample.top_k < tokens.length) {
-    tokens.sort((a, b) => scores[b] - scores[a]); // a stable sort
-    tokens.length = sample.top_k;
-  }
-  const highest = scores.reduce((a, b) => Math.max(a, b), -Infinity) / sample.temperature;
-  if (highest === -Infinity) throw new RangeError("no token is left to draw");
-  const weigh = (token) => Math.exp(scores[token] / sample.temperature - highest);
-  let weights = tokens.map(weigh); // the most likely token weighs 1
-  if (sample.top_p !== null && sample.top_p < 1) {
-    const enough = sample.top_p * weights.reduce((sum, weight) => sum + weight, 0);
-    tokens.sort((a, b) => scores[b] - scores[a]);
-    let before = 0; // the weight of all tokens more likely than each
-    weights = tokens.map((token) => {
-      const kept = before < enough ? weigh(token) : 0;
-      before += weigh(token);
-      return kept;
-    });
-  }
-  if (sample.min_p !== null) {
-    tokens = tokens.filter((_, i) => weights[i] >= sample.min_p);
-    weights = weights.filter((weight) => weight >= sample.min_p);
-  }
-  return { tokens, weights };
-}
-
-/** Draw a token from scores (V,) with a random number in [0, 1); temperature 0 is greedy. */
-function sampleToken(scores, sample, random) {
-  if (sample.temperature === 0) {
-    const token = scores.indexOf(scores.reduce((a, b) => Math.max(a, b), -Infinity));
-    if (scores[token] === -Infinity) throw new RangeError("no token is left to draw");
-    return token;
-  }
-  const { tokens, weights } = filterProbabilities(scores, sample);
-  const target = random * weights.reduce((sum, weight) => sum + weight, 0);
-  let sum = 0;
-  let last = -1; // that has any weight: rounding must not lead past it
-  for (const [i, weight] of weights.entries()) {
-    sum += weight;
-    if (weight > 0) last = i;
-    if (sum > target) break;
-  }
-  return tokens[last];
-}
-
-/** Say what each filter did: (V,) objects {token, probability, chance, removedBy}, likeliest first.
- *
+ * They run from most to least likely, of equal ones the first first. The most likely token weighs 1;
  * `probability` is at the temperature, before the filters, `chance` that of the draw. `removedBy`
  * is null, or the first of top_k, top_p, min_p that removes the token; temperature removes all but
  * the most likely at 0, a ban is "ban". `scores` (V,) come from `processLogits`.
@@ -1102,11 +1052,31 @@ function explainFilters(scores, sample) {
     else if (top_p !== null && top_p < 1 && before >= enough) removedBy = "top_p";
     else if (min_p !== null && weight < min_p) removedBy = "min_p";
     before += weight;
-    return { token, probability: weight / all, chance: removedBy === null ? weight : 0, removedBy };
+    const chance = removedBy === null ? weight : 0;
+    return { token, weight, probability: weight / all, chance, removedBy };
   });
   const kept = sum(rows.map(({ chance }) => chance));
   for (const row of rows) row.chance /= kept;
   return rows;
+}
+
+/** List the rows of `explainFilters` that may be drawn, in the order in which Python sums them. */
+function listDrawable(rows, { top_k, top_p }) {
+  const drawable = rows.filter(({ chance }) => chance > 0);
+  const isSorted = (top_k !== null && top_k < rows.length) || (top_p !== null && top_p < 1);
+  return isSorted ? drawable : drawable.sort((a, b) => a.token - b.token);
+}
+
+/** Draw one of the rows of `listDrawable` with a random number in [0, 1), and return its token. */
+function sampleToken(rows, random) {
+  if (!rows.length) throw new RangeError("no token is left to draw");
+  const target = random * rows.reduce((sum, { weight }) => sum + weight, 0);
+  let sum = 0;
+  for (const { token, weight } of rows) {
+    sum += weight;
+    if (sum > target) return token;
+  }
+  return rows.at(-1).token; // where rounding leads past it
 }
 
 // -- generation: a text from its prompt to its last character ------------------------------------
@@ -1182,7 +1152,8 @@ class Continuation {
     const random = drawUniform(this.sample.seed, this.number, this.tokens.length);
     const logits = this.reader.read(this.context, this.off);
     const scores = this.adjust(logits, this.tokens.length);
-    const token = sampleToken(scores, this.sample, random);
+    const rows = explainFilters(scores, this.sample);
+    const token = sampleToken(listDrawable(rows, this.sample), random);
     this.tokens.push(token);
     this.update();
     return token;

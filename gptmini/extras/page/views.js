@@ -289,18 +289,11 @@ function showDraw() {
   const count = continuation.tokens.length - drawn;
   if (count < 0) return [make("p", {}, say("drawTyped"))];
   const { seed, temperature } = state.sample;
-  const kept = now.rows.filter(({ chance }) => chance > 0);
-  if (temperature === 0) return [make("p", {}, say("drawGreedy", { token: label(kept[0].token) }))];
+  const rows = listDrawable(now.rows, state.sample);
+  if (temperature === 0) return [make("p", {}, say("drawGreedy", { token: label(rows[0].token) }))];
   const random = drawUniform(seed, 0, count);
-  // In the order in which the sampler sums: likeliest first after top-k or top-p, else by number.
-  const { top_k, top_p } = state.sample;
-  const isSorted = (top_k !== null && top_k < now.rows.length) || (top_p !== null && top_p < 1);
-  if (!isSorted) kept.sort((a, b) => a.token - b.token);
-  let sum = 0;
-  let chosen = kept.at(-1).token;
-  const segments = kept.map(({ token, chance }) => {
-    if (sum <= random && random < sum + chance) chosen = token;
-    sum += chance;
+  const chosen = sampleToken(rows, random);
+  const segments = rows.map(({ token, chance }) => {
     const text = chance > 0.06 ? spellNodes(token) : [];
     return make("span", { title: spellText(token), style: { "flex-grow": chance } }, text);
   });
