@@ -1,7 +1,7 @@
 """OpenAI's completions format: turn the JSON of a request into texts, and events into a response.
 
 The fields are checked by hand rather than by a pydantic model. Most of them need a message of their
-own ("best_of: not supported; use n"), so a model would be the same checks as validators; and the
+own ("logit_bias: 5 is not a token"), so a model would be the same checks as validators; and the
 settings of `sample` have a model already, which checks theirs.
 """
 
@@ -25,8 +25,6 @@ DEFAULT_FIELDS: dict[str, Any] = {
     "model": None,
     "prompt": "",
     "n": 1,
-    "best_of": None,
-    "suffix": None,
     "user": "",
     "max_tokens": 16,
     "logprobs": None,
@@ -222,13 +220,6 @@ def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
     stream_options = fields["stream_options"]
     # `type(...) is int`, as a bool is an int to isinstance.
     _require(type(n) is int and n > 0, "n: must be a whole number from 1 on")
-    best_of = fields["best_of"]
-    _require(
-        best_of is None or (type(best_of) is int and best_of == n), "best_of: not supported; use n"
-    )
-    _require(
-        fields["suffix"] in (None, ""), "suffix: not supported; this model only continues a prompt"
-    )
     _require(
         n_logprobs is None or (type(n_logprobs) is int and 0 <= n_logprobs <= MAX_LOGPROBS),
         f"logprobs: must be 0 to {MAX_LOGPROBS}",

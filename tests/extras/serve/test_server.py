@@ -281,7 +281,6 @@ def test_a_long_prompt_yields_to_running_texts():
         ({"prompt": [[1, "a"]]}, 400, "prompt: tokens"),
         ({"prompt": [True]}, 400, "prompt: must be text"),
         ({"prompt": {"a": 1}}, 400, "prompt: must be text"),
-        ({"prompt": "\ud800"}, 400, "prompt: character 0 is not valid Unicode"),
         ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token"),
         ({"stop": [""]}, 400, "stop.0: must have"),
@@ -293,16 +292,14 @@ def test_a_long_prompt_yields_to_running_texts():
             400,
             "max_tokens: must be a valid integer, not false",
         ),
-        ({"best_of": True}, 400, "best_of: not supported"),
-        ({"suffix": False}, 400, "suffix: not supported"),
+        ({"best_of": 1}, 400, "best_of: no such field"),
         ({"stream_options": {"include_usage": 5}}, 400, "stream_options: include_usage must be"),
         ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
         ({"ban": ["a"] * 1025}, 400, "ban: must have at most 1024 items"),
         ({"ban": ["a" * 1001]}, 400, "ban.0: must have at most 1000 characters"),
         ({"bias": {str(n): 1 for n in range(1025)}}, 400, "bias: must have at most 1024 items"),
-        ({"user": "\ud800"}, 400, "user: not valid Unicode"),
-        ({"bias": {"\ud800": 1}}, 400, "bias: not valid Unicode"),
-        ({"\udcff": 1}, 400, "\\udcff: not valid Unicode"),
+        ({"user": "\ud800"}, 400, "body: not valid JSON ('utf-8' codec can't encode character"),
+        ({"\udcff": 1}, 400, "body: not valid JSON"),
     ],
     ids=str,
 )
@@ -724,9 +721,8 @@ def test_an_empty_host_is_refused(gptmini, trained: Path):
     assert err.startswith("gptmini: --host: must not be empty")
 
 
-@pytest.mark.parametrize("key", [" ", "\n", "a\nb"])
-def test_a_key_that_nobody_could_send_is_refused(gptmini, trained: Path, monkeypatch, key):
-    monkeypatch.setenv("GPTMINI_API_KEY", key)
+def test_a_blank_key_is_refused(gptmini, trained: Path, monkeypatch):
+    monkeypatch.setenv("GPTMINI_API_KEY", " \n")
     code, _, err = gptmini("serve", str(trained), "--port", "0")
     assert code == 2
     assert err.startswith("gptmini: GPTMINI_API_KEY: ")
