@@ -43,10 +43,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def requests(count: int, dice: random.Random) -> list[Request]:
+    def draw(length: int) -> str:
+        return "".join(dice.choice("the quick fox") for _ in range(length))
+
     made = []
+    beginning = draw(150)  # of many prompts, longer than a chunk
     for seed in range(count):
         length = dice.choice((0, 3, 20, 60)) if dice.random() < 0.9 else 300
-        prompt = "".join(dice.choice("the quick fox") for _ in range(length))
+        prompt = draw(length) if length == 300 or seed % 3 else beginning + draw(length)
         body = {"prompt": prompt, "max_tokens": dice.randint(1, 40), "seed": seed}
         made.append((dice.choice(KINDS), body))
     return made

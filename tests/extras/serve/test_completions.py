@@ -184,7 +184,12 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logit_bias": {"0": 100.0}}, {"logit_bias": {"0": 100.5}}),
     ({"logit_bias": dict(list(BIASES.items())[:1024])}, {"logit_bias": BIASES}),
     ({"stop": ["x"] * 16}, {"stop": ["x"] * 17}),
+    ({"ban": ["a"] * 1024}, {"ban": ["a"] * 1025}),
     ({"stream_options": {}}, {"stream_options": {"include_usage": None}}),
+    ({"prompt": [97]}, {"prompt": [True]}),
+    ({"prompt": "a"}, {"prompt": []}),
+    ({"model": "a"}, {"model": 4}),
+    ({"special": False}, {"special": 0}),
 ]
 
 
