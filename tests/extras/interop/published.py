@@ -404,23 +404,6 @@ LLAMA_32_1B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
-TINYLLAMA = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 22,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "vocab_size": 32000,
-}
 MISTRAL_7B_01 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -438,11 +421,6 @@ MISTRAL_7B_01 = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
-}
-MISTRAL_7B_03 = MISTRAL_7B_01 | {
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "vocab_size": 32768,
 }
 PHI3_MINI_4K = {
     "attention_bias": False,
@@ -525,27 +503,16 @@ MODELS = {
         QWEN3_06B, 596_049_920, size(32, 96, 4, 2, head_dim=16, **TINY_QWEN), QWEN3_TOKENIZER
     ),
     "GPT-2": Published(GPT2, 124_439_808, gpt2_size(48, 12) | ENDS, GPT2_TOKENIZER),
-    "GPT-2 XL": Published(
-        GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
-        1_557_611_200,
-        gpt2_size(50, 5) | ENDS,
-        GPT2_TOKENIZER,
-        n_shards=2,
-    ),
     "Llama-3.2-1B": Published(
         LLAMA_32_1B, 1_235_814_400, size(32, 96, 4, 2, head_dim=8, **TINY_LLAMA3), LLAMA3_TOKENIZER
     ),
-    # These have SentencePiece tokenizers; here they get another.
-    "TinyLlama": Published(TINYLLAMA, 1_100_048_384, size(32, 88, 8, 1, **ENDS), GPT2_TOKENIZER),
+    # This one and the next have SentencePiece tokenizers; here they get another.
     "Mistral-7B-v0.1": Published(
         MISTRAL_7B_01,
         7_241_732_096,
         size(32, 112, 4, 2, sliding_window=9, **ENDS),
         GPT2_TOKENIZER,
         n_shards=2,
-    ),
-    "Mistral-7B-v0.3": Published(
-        MISTRAL_7B_03, 7_248_023_552, size(32, 112, 4, 2, **ENDS), GPT2_TOKENIZER, n_shards=3
     ),
     "Phi-3-mini-4k": Published(
         PHI3_MINI_4K,

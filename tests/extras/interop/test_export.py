@@ -209,7 +209,10 @@ def test_added_tokens_that_are_not_special_stay_in_decoded_texts(tmp_path):
 # -- back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*CASES])
+ONE_OF_EACH = ["default", "window in some layers", "llama", "mistral", "starcoder2", "gpt2"]
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_an_export_comes_back_as_a_run_that_computes_the_same(case, tmp_path):
     run = run_of(tmp_path / "run", **CASES[case][1])
     export_run(run, tmp_path / "out")
@@ -450,7 +453,7 @@ def configurations(draw: st.DrawFn) -> ModelConfig:
     return ModelConfig.model_validate(model)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(configurations())
 def test_any_model_ends_in_a_proven_export_or_in_a_refusal_that_names_a_setting(
     tmp_path_factory, config

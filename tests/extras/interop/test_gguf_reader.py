@@ -118,7 +118,7 @@ def test_a_file_without_what_llama_cpp_assumes_is_the_same_model(llama, tmp_path
         import_model(bare, tmp_path / "longer", 41, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
 def test_quantized_weights_are_what_the_package_makes_of_them(kind, llama, tmp_path, monkeypatch):
     monkeypatch.setattr("gptmini.extras.interop.gguf_reader.ROWS_AT_A_TIME", 10)
     _, path = llama
@@ -133,21 +133,19 @@ def test_quantized_weights_are_what_the_package_makes_of_them(kind, llama, tmp_p
         if weight.ndim == 1 or name.endswith(("q_proj.weight", "k_proj.weight")):
             continue  # rows are rounded by themselves, but lie in another order in the file
         torch.testing.assert_close(found[name].float(), expected, rtol=0, atol=0)
-    kept = {"F16": torch.float16, "BF16": torch.bfloat16}
-    assert found["embed.weight"].dtype == kept.get(kind, torch.float32)
+    kept = torch.bfloat16 if kind == "BF16" else torch.float32
+    assert found["embed.weight"].dtype == kept
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
-def test_blocks_of_256_weights_are_read(kind, tmp_path):
+def test_blocks_of_256_weights_are_read(tmp_path):
     run = run_of(tmp_path / "run", **LLAMA, n_layer=1, d_model=256, attention=NO_NORM)
     path = export_run(run, tmp_path / "wide.gguf", "gguf", "f32").path
-    block_size, type_size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
+    block_size, type_size = gguf.GGML_QUANT_SIZES[TYPES.Q4_K]
     rows = 256
     generator = np.random.default_rng(5)
     raw = generator.integers(0, 256, (rows, 256 // block_size, type_size), np.uint8)
     scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    places = {"Q4_K": [0, 2], "Q6_K": [type_size - 2]}  # of the blocks' scales, in float16
-    for place in places[kind]:
+    for place in (0, 2):  # of the blocks' scales, in float16
         raw[:, :, place : place + 2] = scale
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
@@ -157,7 +155,7 @@ def test_blocks_of_256_weights_are_read(kind, tmp_path):
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:
         if tensor.name == "blk.0.attn_v.weight":
-            writer.add_tensor(tensor.name, raw.reshape(rows, -1), raw_dtype=TYPES[kind])
+            writer.add_tensor(tensor.name, raw.reshape(rows, -1), raw_dtype=TYPES.Q4_K)
         else:
             writer.add_tensor(tensor.name, tensor.data)
     writer.write_header_to_file()
@@ -167,8 +165,7 @@ def test_blocks_of_256_weights_are_read(kind, tmp_path):
     config, weights, _ = read_whole(tmp_path / "k.gguf")
     values = weights["blocks.0.attn.v_proj.weight"]
     assert values.shape == (256, 256)
-    low, high = {"Q4_K": (-0.631, 9.46), "Q6_K": (-40.97, 40.97)}[kind]
-    assert low <= values.min() < values.max() <= high
+    assert -0.631 <= values.min() < values.max() <= 9.46
     assert values.unique().numel() > 100
     tokens = torch.arange(20)[None]
     assert compute_logits(config, weights, tokens).isfinite().all()
@@ -252,19 +249,10 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": ("gemma3", {}, "general.architecture: gemma3 is not supported; use one"),
     "experts": ("llama", {"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
     "factor": ("llama", {"llama.rope.scaling.factor": 4.0}, "rope.scaling.factor: 4.0 is not"),
-    "old factor": ("llama", {"llama.rope.scale_linear": 4.0}, "rope.scale_linear: 4.0 is not"),
     "half rotated": ("llama", {"llama.rope.dimension_count": 4}, "dimension_count: 4 is not"),
     "0 heads": ("llama", {"llama.attention.head_count": 0}, "damaged, or not a GGUF file"),
-    "yarn": ("llama", {"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: yarn is not supp"),
     "both directions": ("llama", {"llama.attention.causal": False}, "attention.causal: 0 is not"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
-    "a text": (
-        "llama",
-        {"llama.attention.sliding_window": "9; 9"},
-        "window: must be a valid integer",
-    ),
-    "unigrams": ("llama", {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not"),
-    "no heads": ("llama", {"llama.attention.head_count": REMOVED}, "head_count' is missing"),
     "too many heads": ("llama", {"llama.attention.head_count": 5}, "5 heads .* 2 KV heads; choose"),
 }
 
@@ -317,12 +305,11 @@ def test_tensors_that_are_missing_or_unknown_are_named(llama, tmp_path):
         read_whole(rewrite(path, tmp_path / "n.gguf", tensors=nan))
 
 
-@pytest.mark.parametrize("nests", [False, True])
-def test_arrays_do_not_fill_the_memory(nests, tmp_path):
-    """An array of 2^40 bytes, or of arrays, in a file that ends there."""
-    kind = gguf.GGUFValueType.ARRAY if nests else gguf.GGUFValueType.UINT8
+def test_arrays_do_not_fill_the_memory(tmp_path):
+    """An array of 2^40 bytes in a file that ends there."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
-    field = struct.pack("<QcIIQ", 1, b"x", gguf.GGUFValueType.ARRAY, kind, 1 << 40)
+    kinds = (gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8)
+    field = struct.pack("<QcIIQ", 1, b"x", *kinds, 1 << 40)
     path = tmp_path / "array.gguf"
     path.write_bytes(head + field)
     with pytest.raises(CheckpointError, match=r"array\.gguf: damaged, .*array"):

@@ -115,11 +115,17 @@ def test_an_import_gives_the_same_logits_and_the_same_greedy_text(name, tmp_path
     assert made == greedy[0, ids.shape[1] :].tolist()
 
 
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "right"
+    written("Llama 3.1", folder)
+    return folder
+
+
 @pytest.fixture
-def imported(tmp_path: Path) -> Run:
-    written("Llama 3.1", tmp_path / "there")
+def imported(right: Path, tmp_path: Path) -> Run:
     new_cache(tmp_path)
-    return import_model(tmp_path / "there", tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    return import_model(right, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
 
 
 def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, tmp_path):
@@ -153,9 +159,11 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
     assert RunDirectory(tmp_path / "tuned").list_steps()[0] == 3
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_every_command_works_on_an_imported_run(imported, tmp_path, monkeypatch, capfd):
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    for words in (
         "generate run --prompt It --max-new-tokens 3 --temperature 0",
         "score run --text It",
         "evaluate run --data text.txt",
@@ -164,14 +172,8 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
         "convert run --attention mqa --out other",
         "export run",
         "train --from run --data text.txt --steps 2 --set train.batch_size=2 --out tuned",
-    ],
-)
-def test_every_command_works_on_an_imported_run(words, imported, tmp_path, monkeypatch, capfd):
-    (tmp_path / "text.txt").write_text(TEXT)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
-    shutil.copytree("run", "mqa")
-    assert run_command(["gptmini", *words.split()], monkeypatch) == 0, capfd.readouterr().err
+    ):
+        assert run_command(["gptmini", *words.split()], monkeypatch) == 0, capfd.readouterr().err
 
 
 SAYS_END = 301  # <|im_end|>
@@ -447,11 +449,6 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def pickled_shards(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model-1-of-2.bin")
-    (folder / "pytorch_model.bin.index.json").write_text("{}")
-
-
 def of_nanogpt(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "ckpt.pt")
     (folder / "config.json").unlink()
@@ -482,22 +479,16 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "not a json object",
     ),
     "unknown architecture": (config(model_type="gemma3"), "model_type: gemma3 is not supported"),
-    "no architecture": (config(model_type=None), "model_type: None is not supported"),
-    "code of its own": (config(auto_map={"AutoModel": "x.Y"}), "auto_map: "),
-    "quantized": (config(quantization_config={"bits": 4}), "quantization_config: "),
-    "another activation": (config(hidden_act="gelu"), "hidden_act: 'gelu' is not supported"),
     "a long name": (config(model_type="x" * 1_000_000), "model_type: xxx"),
     "another scaling": (
         config(rope_scaling={"type": "yarn", "factor": 2}),
         "rope_scaling: 'yarn' is not supported; choose another model",
     ),
-    "part of each head": (config(partial_rotary_factor=0.5), "partial_rotary_factor: "),
     "a size missing": (config(hidden_size="DELETE"), "hidden_size: missing; restore"),
     "a size of another type": (
         config(num_hidden_layers="4"),
         "num_hidden_layers: model.n_layer: must be a valid integer, not '4'; choose",
     ),
-    "scaling as a list": (config(rope_parameters=[1]), "damaged ('list' object has no"),
     "scaling by nothing": (
         config(rope_parameters=SCALING | {"factor": None}),
         "rope_scaling.factor: missing; restore",
@@ -506,16 +497,9 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         config(intermediate_size="4; 8"),
         "intermediate_size: model.d_ff: must be a valid integer, not '4; choose",
     ),
-    "a size of nothing": (
-        config(hidden_size=0),
-        "hidden_size: model.d_model: must be greater than or equal to 1, not 0; choose",
-    ),
-    "no heads": (config(num_attention_heads=0), "config.json: "),
     "heads that do not divide": (config(num_key_value_heads=3), "attention.n_kv_head"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: missing"),
-    "half a tokenizer": (cut("tokenizer.json", 500), "tokenizer.json: "),
     "an empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: "),
-    "no text": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff"), "tokenizer.json: "),
     "tokens without a decoder": (tokenizer_with(decoder=None), "it has no decoder"),
     "a panic while a tokenizer is read": (
         tokenizer_with(model={"continuing_subword_prefix": "x; y"}),
@@ -534,35 +518,21 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "stored twice",
     ),
     "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; convert it"),
-    "shards of a pickle": (pickled_shards, "pytorch_model-1-of-2.bin: a pickle, which could run"),
     "a checkpoint of nanoGPT": (of_nanogpt, "ckpt.pt: a pickle, which could run code; "),
     "a pointer": (
         lambda f: (f / "model.safetensors").write_text(POINTER),
         "model.safetensors: a Git LFS pointer, not the file itself; fetch that with: git lfs pull",
     ),
-    "a pointer to a tokenizer": (
-        lambda f: (f / "tokenizer.json").write_text(POINTER),
-        "tokenizer.json: a Git LFS pointer",
-    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: no such file"),
     "half the weights": (cut("model.safetensors", 50_000), "model.safetensors: "),
-    "no header": (cut("model.safetensors", 3), "model.safetensors: "),
     "a shard missing": (index(a={NAME: "model-00001.safetensors"}), "model-00001.safetensors: no"),
-    "an absolute path": (index(a={NAME: "/etc/x.safetensors"}), "'/etc/x.safetensors' is not a"),
     "a path that leaves": (index(a={NAME: "../x.safetensors"}), "'../x.safetensors' is not a"),
     "an index of numbers": (index(a={NAME: 7, "b": "x"}), "weight_map: 7 is not a"),
-    "an index of long names": (index(a={NAME: "x" * 1_000_000}), "is not a .safetensors file"),
-    "an index of lists": (index(a={NAME: ["x"]}), "weight_map: ['x'] is not a"),
     "an index without a map": (index(a=None), "weight_map: None is not a"),
-    "an index of nothing": (index(a={}), "missing"),
     "a tensor missing": (tensors(lambda t: t.pop(NAME)), f"tensor {NAME}: missing"),
     "another shape": (tensors(lambda t: t.update({NAME: t[NAME][:5].clone()})), "(5, 32), but"),
     "another type": (tensors(lambda t: t.update({NAME: t[NAME].int()})), f"{NAME}: int32; use"),
     "not finite": (tensors(lambda t: t[NAME][3].fill_(torch.nan)), f"{NAME}: has values that are"),
-    "a tensor of a long name": (
-        tensors(lambda t: t.update({"x" * 1_000_000: torch.ones(2)})),
-        "a llama has none",
-    ),
     "a tensor too many": (
         tensors(lambda t: t.update({"model.layers.0.router.weight": torch.ones(2)})),
         "tensor model.layers.0.router.weight: a llama has none",
@@ -570,13 +540,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a small vocabulary": (config(vocab_size=200), "token 298 is beyond the model's vocabulary"),
     "a large vocabulary": (config(vocab_size=400), f"{EMBEDDING}: (310, 32), but its settings"),
 }
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "right"
-    written("Llama 3.1", folder)
-    return folder
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -609,7 +572,7 @@ JUNK = st.sampled_from(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_junk_in_the_files_ends_in_a_run_or_in_a_refusal(right, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("junk") / "bad"
@@ -638,6 +601,7 @@ def test_any_junk_in_the_files_ends_in_a_run_or_in_a_refusal(right, tmp_path_fac
         ("llama", {"sliding_window": 9}, {"attention.window": None}),
         ("starcoder2", {}, {"attention.window": None, "norm_eps": 1e-5, "tie_embeddings": True}),
         ("qwen2", {"sliding_window": 9}, {"attention.window": None}),
+        ("qwen2", WINDOW | {"sliding_window": None}, {"attention.window": None}),
         ("qwen2", WINDOW | {"num_hidden_layers": 28}, {"attention.window": None}),
         ("qwen3", WINDOW | {"max_window_layers": 0}, {"attention.window": 9, "head_dim": 128}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {"attention.window": 4096}),
