@@ -87,9 +87,10 @@ def test_a_sink_takes_part_in_the_softmax(classes):
                 torch.testing.assert_close(found[row, head, t], expected)
 
 
-@pytest.mark.parametrize("name", ["DifferentialAttention", "SinkAttention"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_stepwise_they_are_what_they_are_of_a_whole_text(window, name, classes):
+@pytest.mark.parametrize(
+    ("name", "window"), [("DifferentialAttention", 5), ("SinkAttention", None)]
+)
+def test_stepwise_they_are_what_they_are_of_a_whole_text(name, window, classes):
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 24}
     config = ModelConfig.model_validate({"vocab_size": 9, **sizes, "attention": {"window": window}})

@@ -34,15 +34,10 @@ def shown(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["evaluate"], {"loading the model", "evaluating"}),
-        (["score", "--text", "the fox"], {"loading the model", "scoring"}),
         (["generate", "--max-new-tokens", "1"], {"loading the model", "compiling the engine"}),
-        (["inspect", "--prompt", "the"], {"loading the model", "reading the text"}),
         (["plot", "--out", "a.html"], {"drawing"}),
-        (["runs"], {"checking the newest checkpoints"}),
         (["convert", "--attention", "gqa:2"], {"loading the model", "converting"}),
         (["export"], {"loading the model", "writing and reading back"}),
-        (["tokenizer", "info", "runs/text/tokenizer.json", "--data", "a.txt"], {"measuring"}),
         (
             ["size", "runs/text/config.yaml", "--data", "a.txt"],
             {"hashing the text", "preparing the tokens"},
@@ -56,10 +51,3 @@ def test_a_command_shows_what_it_does(gptmini, run, shown, words, expected):
     assert code == 0, err
     for description in expected:
         assert any(each.startswith(description) for each in shown), (description, shown)
-
-
-def test_an_import_shows_that_it_goes_on(gptmini, run, shown):
-    assert gptmini("export")[0] == 0
-    shown.clear()
-    assert gptmini("import", "runs/text-hf", "--out", "runs/back")[0] == 0
-    assert {"reading and converting", "converting"} <= set(shown)
