@@ -314,7 +314,7 @@ def test_what_comes_from_a_second_text_does_in_pytorch(visit, shape):
     torch.testing.assert_close(read(tab, tokens), plain, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("shape", ["gqa", "gpt2", "bloom", "llama"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_the_record_is_what_pytorch_computes(visit, shape):
     run = random_run(shape)
     tab = visit(build_page(run))
