@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from gptmini.tokenizer.chunks import Place
@@ -107,7 +108,7 @@ class Copies:
         """The stretches that belong to copies, joined where these overlap or touch."""
         whole = self.prompt + self.text
         joined: list[tuple[int, int]] = []
-        for start in self._windows:
+        for start in find_windows(self.source.text, whole, self._shared):
             end = start + SHORTEST_COPY
             if joined and start <= joined[-1][1]:
                 joined[-1] = (joined[-1][0], end)
@@ -126,7 +127,7 @@ class Copies:
         whole = self.prompt + self.text
         skipped = len(self.prompt)
         copies: list[Copy] = []
-        for start, end, position in find_matches(self.source.text, whole, self._windows):
+        for start, end, position in find_matches(self.source.text, whole, self._shared):
             if end <= skipped or not _has_words(whole[start:end]):
                 continue
             begin = max(start, skipped)
@@ -140,8 +141,8 @@ class Copies:
         return copies
 
     @cached_property
-    def _windows(self) -> list[int]:
-        return find_windows(self.source.text, self.prompt + self.text)
+    def _shared(self) -> list[tuple[int, int]]:
+        return find_shared(self.source.text, self.prompt + self.text)
 
     @property
     def share(self) -> float:
@@ -173,30 +174,54 @@ def _has_words(text: str) -> bool:
     return any(map(str.isalnum, text))
 
 
-def find_windows(text: str, query: str) -> list[int]:
-    """Find where in a query SHORTEST_COPY characters begin that stand in a text."""
+def find_shared(text: str, query: str) -> list[tuple[int, int]]:
+    """Find the stretches of a text of which every SHORTEST_COPY characters stand in a query.
+
+    Returns where each begins and ends. Whatever is that long and stands in both is in one of them.
+    """
     half = SHORTEST_COPY // 2
     halves = {query[at : at + half] for at in range(len(query) - half + 1)}
-    ends = range(SHORTEST_COPY, len(query) + 1)
-    windows = {query[end - SHORTEST_COPY : end] for end in ends}
-    known: set[str] = set()
-    # Whatever has SHORTEST_COPY characters in the text has one of these halves in it.
+    starts = range(len(query) - SHORTEST_COPY + 1)
+    windows = {query[start : start + SHORTEST_COPY] for start in starts}
+    shared: list[tuple[int, int]] = []
+    # Each SHORTEST_COPY characters of the text have one of these halves in them.
     for at in range(half - 1, len(text), half):
-        if text[at : at + half] in halves:
-            around = range(at - half + 1, at + 1)
-            known.update(windows.intersection(text[n : n + SHORTEST_COPY] for n in around))
+        if text[at : at + half] not in halves:
+            continue
+        for start in range(at - half + 1, at + 1):
+            end = start + SHORTEST_COPY
+            if text[start:end] not in windows:
+                continue
+            if shared and shared[-1][1] == end - 1:
+                shared[-1] = (shared[-1][0], end)
+            else:
+                shared.append((start, end))
+    return shared
+
+
+def find_windows(text: str, query: str, shared: list[tuple[int, int]]) -> list[int]:
+    """Find where in a query SHORTEST_COPY characters begin that stand in a text."""
+    known = {
+        text[start : start + SHORTEST_COPY]
+        for begin, end in shared
+        for start in range(begin, end - SHORTEST_COPY + 1)
+    }
     starts = range(len(query) - SHORTEST_COPY + 1)
     return [start for start in starts if query[start : start + SHORTEST_COPY] in known]
 
 
-def find_matches(text: str, query: str, windows: list[int]) -> list[tuple[int, int, int]]:
+def find_matches(
+    text: str, query: str, shared: list[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
     """Find the longest stretches of a query that a text has, with none within another.
 
-    `windows` are those of the two. Returns for each match its first character and the one behind
-    its last in the query, and where it first stands in the text.
+    Returns for each match its first character and the one behind its last in the query, and where
+    it first stands in the text.
     """
+    joined = SEPARATOR.join(text[begin:end] for begin, end in shared)
+    begins = list(accumulate((end - begin + len(SEPARATOR) for begin, end in shared), initial=0))
     matches: list[tuple[int, int, int]] = []
-    for window in windows:
+    for window in find_windows(text, query, shared):
         start, end = window, window + SHORTEST_COPY
         if matches:
             last_start, last_end, _ = matches[-1]
@@ -204,9 +229,11 @@ def find_matches(text: str, query: str, windows: list[int]) -> list[tuple[int, i
                 continue
             # What goes on behind the last match may begin within it.
             starts = range(last_start + 1, window)
-            n_unknown = bisect_left(starts, True, key=lambda at: query[at:end] in text)
+            n_unknown = bisect_left(starts, True, key=lambda at: query[at:end] in joined)
             start = last_start + 1 + n_unknown
-        matches.append((start, *_follow(text, query, start)))
+        match_end, found = _follow(joined, query, start)
+        number = bisect_right(begins, found) - 1
+        matches.append((start, match_end, shared[number][0] + found - begins[number]))
     return matches
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.extras.sources import find
-from gptmini.extras.sources.find import Copies, Copy, SourceText, find_matches, find_windows
+from gptmini.extras.sources.find import Copies, Copy, SourceText, find_matches, find_shared
 from gptmini.tokenizer.chunks import Place
 
 LETTERS = ["a", "ab", "ab \n", "\u4e2d\u6587\u4e2c", "\xe9\xe8a", "\U0001f600\U0001f601b"]
@@ -44,7 +44,7 @@ def test_copies_are_those_of_a_plain_search(case, shortest):
     source = join(*documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find, "SHORTEST_COPY", shortest)
-        found = find_matches(source.text, query, find_windows(source.text, query))
+        found = find_matches(source.text, query, find_shared(source.text, query))
         patch.setattr(find, "_has_words", bool)
         stretches = Copies(source, query).stretches
     assert [(start, end) for start, end, _ in found] == search_plainly(documents, query, shortest)
