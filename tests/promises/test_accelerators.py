@@ -10,7 +10,7 @@ import pytest
 from tests.support import ROOT
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as a worker may leave this file and come back
 def counted() -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.promises.fake_accelerator"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

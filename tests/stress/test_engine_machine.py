@@ -350,7 +350,7 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES or 30,
+            max_examples=EXAMPLES or 15,
             stateful_step_count=50,
             derandomize=not EXAMPLES,
             suppress_health_check=list(HealthCheck),

@@ -110,7 +110,7 @@ def test_the_same_seed_draws_the_text_of_python(visit):
         {"overflow": "stop"},
         {"start": "Once", "temperature": 0},
     ):
-        check_texts(tab, run, {"max_new_tokens": 60, **changes})
+        check_texts(tab, run, {"max_new_tokens": 30, **changes})
 
 
 def test_texts_of_a_learned_encoding_end_where_python_ends_them(visit):
