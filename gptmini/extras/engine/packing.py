@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -101,8 +102,11 @@ def create_cache(
     for number in range(config.n_layer):
         size = min(config.get_cache_length(number) + spare_positions, config.context_length)
         shape = (n_rows, config.n_kv_head, round_up(size, CACHE_ALIGNMENT), head_dim)
-        # Zeros from the system cost nothing until they are used.
-        keys = torch.zeros(shape, dtype=dtype)
-        values = torch.zeros(shape, dtype=dtype)
-        layers.append(LayerCache(keys, values))
+        layers.append(LayerCache(create_zeros(shape, dtype), create_zeros(shape, dtype)))
     return layers
+
+
+def create_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Create zeros that take memory only where they are used, which torch.zeros writes at once."""
+    as_bytes = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(as_bytes).view(dtype)
