@@ -270,7 +270,7 @@ _OTHER_COMMANDS = {
     "sample": "generate",
 }
 
-_NAME_REMEDY = "name the run or model, without an option"
+_NAME_REMEDY = "name the run, without an option"
 # Options of other programs: one of ours that the command must have, and what to write instead.
 _OTHER_OPTIONS = {
     "--epochs": ("--steps", "use --steps or --minutes"),

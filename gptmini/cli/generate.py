@@ -17,7 +17,7 @@ from gptmini.cli.options import (
     AsJson,
     Cache,
     Device,
-    PretrainedName,
+    RunName,
     Threads,
     WeightsType,
     flag,
@@ -27,7 +27,6 @@ from gptmini.cli.options import (
     read_text,
     resolve_run,
 )
-from gptmini.cli.pretrained import open_run
 from gptmini.errors import ConfigError, shorten
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -42,7 +41,7 @@ QUOTED_CHARACTERS = 60  # of each
 
 
 def generate(
-    run: PretrainedName = None,
+    run: RunName = None,
     prompt: str | None = option(None, "TEXT", "The text to continue."),
     prompt_file: Path | None = option(
         None,
@@ -144,7 +143,7 @@ def generate(
         raise ConfigError("--prompts, --out: one needs the other; give both")
     if str(out) == "-":
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
-    path = open_run(run, "--prompt", "--prompt-file")
+    path = resolve_run(run, "--prompt", "--prompt-file")
     draft_path = None if draft is None else resolve_run(draft)
     load_torch()
     from gptmini.cli import prompts_file

@@ -70,23 +70,13 @@ _MINUTES_HELP = (
     "set are chosen to fit."
 )
 _THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
-_BASE_HELP = (
-    "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning). A "
-    "pretrained model is imported first."
-)
-_OR_PRETRAINED_HELP = (
-    "A run directory, or a pretrained model, which is imported once: OWNER/NAME on the Hugging "
-    "Face Hub, a folder or a .gguf."
-)
+_BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 _CACHE_HELP = "Folder for prepared texts and compiled code."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
 RunName = Annotated[
     Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST_RUN_HELP)
-]
-PretrainedName = Annotated[
-    Path | None, argument(..., "RUN", _OR_PRETRAINED_HELP, show_default=NEWEST_RUN_HELP)
 ]
 Data = Annotated[list[str] | None, option(..., "PATH", _DATA_HELP)]
 Errors = Annotated[str | None, option(..., "MODE", _ERRORS_HELP, show_default="strict")]
@@ -232,10 +222,12 @@ def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
     if text and " " in name:
         meant.append(f'{text} "{name}"')
     meant += [runs[near] for near in difflib.get_close_matches(run.name, runs, 1)]
-    if meant:
+    if run.suffix.lower() == ".gguf" or os.path.isfile(run / "config.json"):
+        hint = f"make one of a pretrained model: gptmini import {run}"
+    elif meant:
         hint = f"did you mean {meant[0]}?"
-    elif not exists and PRETRAINED_NAME.fullmatch(str(run)) and run.parent != RUNS_FOLDER:
-        owner = "" if "/" in str(run) else "openai-community/"
+    elif PRETRAINED_NAME.fullmatch(str(run)) and run.parent != RUNS_FOLDER:
+        owner = "" if exists or "/" in str(run) else "openai-community/"
         hint = f"make one of a pretrained model: gptmini import {owner}{run}"
     else:
         hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"

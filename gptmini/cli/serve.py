@@ -4,8 +4,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, option
-from gptmini.cli.pretrained import open_run
+from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
 from gptmini.console import say, warn
 from gptmini.errors import ConfigError, is_missing_guest, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    run: PretrainedName = None,
+    run: RunName = None,
     host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
     max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
@@ -29,7 +28,7 @@ def serve(
     If GPTMINI_API_KEY is set, clients must send it. At / is a page to try the model, to look into
     it, and to talk to it if it has a chat template. SIGTERM finishes the requests under way.
     """
-    path = open_run(run)
+    path = resolve_run(run)
     try:
         from gptmini.extras.serve import server
         from gptmini.extras.serve.limits import Limits

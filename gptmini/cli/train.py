@@ -23,8 +23,8 @@ from gptmini.cli.options import (
     find_run,
     is_run,
     option,
+    resolve_run,
 )
-from gptmini.cli.pretrained import fetch_run, locate_run
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -65,7 +65,6 @@ def train(
     from gptmini.config.load import find_request
     from gptmini.runs import log
 
-    base, source = locate_run(base)
     resumed = None if config is None else find_run(config)
     out = out or resumed
     if resumed is not None and out == resumed:
@@ -77,7 +76,7 @@ def train(
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
     log.check_installed(settings.train.log_to)
     if base is not None and not is_run(out):
-        fetch_run(base, source)
+        resolve_run(base)  # answers a wrong name with what was probably meant
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import loop
     from gptmini.train.group import join_group

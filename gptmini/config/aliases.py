@@ -3,7 +3,7 @@
 Those that people type; a longer list would only be longer.
 """
 
-PRETRAINED_REMEDY = "use --from, with a run or OWNER/NAME of the Hugging Face Hub"
+PRETRAINED_REMEDY = "use --from runs/NAME, a run that gptmini import makes"
 
 _BETAS = "set train.betas, a list of both"
 _CHOSEN_DTYPE = "set train.dtype to float32, bfloat16 or float16"

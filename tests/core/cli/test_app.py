@@ -48,9 +48,11 @@ ERRORS = [
     (["train", "--init_from=gpt2"], 2, "use --from"),
     (["train", "--lora_r", "4"], 2, "--from"),
     (["score", "gpt2"], 4, "gptmini import openai-community/gpt2"),
+    (["serve", "model.gguf"], 4, "gptmini import model.gguf"),
+    (["train", "--from", "a/b", "--data", "nanogpt.py"], 4, "gptmini import a/b"),
     (["train", "--train.max_tokens", "9"], 2, "train.steps"),
     (["generate", "--start", "It was"], 2, "--prompt"),
-    (["generate", "--init_from=gpt2"], 2, "name the run or model"),
+    (["generate", "--init_from=gpt2"], 2, "name the run, without an option"),
     (["evaluate", "--tasks", "a"], 2, "gptmini export"),
     (["convert-hf"], 2, "gptmini export"),
     (["train", "config/train_shakespeare_char.py"], 2, "mean shakespeare-char?"),
@@ -161,7 +163,7 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(generate, "open_run", broken)
+    monkeypatch.setattr(generate, "resolve_run", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("gptmini: internal error: ZeroDivisionError()")

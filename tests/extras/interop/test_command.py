@@ -83,6 +83,17 @@ def test_wrong_usage_is_named(gptmini, tmp_path, monkeypatch):
     assert sorted(path.name for path in Path("runs").iterdir()) == ["my", "other"]
 
 
+def test_a_checkpoint_of_nanogpt_or_litgpt_is_refused_by_its_name(gptmini, tmp_path):
+    for name in ("out/ckpt.pt", "checkpoints/Owner/Tiny/lit_model.pth"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"PK\3\4")
+        for source in (name, str(Path(name).parent)):
+            code, _, err = gptmini("import", source)
+            assert code == 4
+            assert f"{name}: a pickle" in err
+
+
 def test_a_model_of_its_own_is_not_exported(tmp_path):
     """Its tensors would fit gptmini's model, which computes another function."""
 
