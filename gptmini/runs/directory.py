@@ -17,8 +17,7 @@ its bytes match the manifest, and loading it cannot run code.
 
 Beside these lie `lock`, which the process that trains the run holds, and what a killed process
 left: .tmp-*, checkpoints/.tmp and .trash-*, which never count; step-*.damaged are checkpoints that
-were set aside. While nothing trains the run, all of them may be deleted, and older checkpoints but
-the best (`list_removable`).
+were set aside. While nothing trains the run, all of them may be deleted.
 """
 
 import json
@@ -153,24 +152,20 @@ class RunDirectory:
             file.flush()
             yield
 
-    def is_locked(self) -> bool | None:
+    def is_locked(self) -> bool:
         """Tell whether a process is training this run, by sharing its lock for a moment.
 
-        None where that cannot be known.
+        False where that cannot be known.
         """
         try:
             import fcntl  # noqa: PLC0415 - not on Windows
-        except ImportError:
-            return None
-        try:
+
             with files.open_regular(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:  # never trained
-            return False
         except BlockingIOError:
             return True
-        except OSError:  # this file system has no locks
-            return None
+        except (ImportError, OSError):  # never trained, or without locks on this file system
+            return False
         return False
 
     # -- saving ------------------------------------------------------------------------------------
@@ -257,32 +252,6 @@ class RunDirectory:
                 intact += self._is_intact(step)
             elif best is None or step != best["step"]:
                 files.remove_tree(self._get_folder(step))
-
-    def list_removable(self) -> list[Path]:
-        """List what the run can do without, unless it may be in training at this moment.
-
-        That is every checkpoint before the newest intact one, but for the best, and what killed
-        processes left.
-        """
-        if self.is_locked() is not False:
-            return []
-        removable = [*self.path.glob(".tmp-*"), *self.checkpoints.glob(".trash-*")]
-        removable += [*self.checkpoints.glob(".tmp*"), *self.checkpoints.glob("step-*.damaged")]
-        removable += [self._get_folder(step) for step in self._list_unneeded_steps()]
-        return sorted(removable)
-
-    def _list_unneeded_steps(self) -> list[int]:
-        """Return the steps before the newest intact checkpoint, without the best one."""
-        steps = self.list_steps()
-        if len(steps) == 1:
-            return []
-        newest = next((step for step in steps if self._is_intact(step)), None)
-        if newest is None:
-            return []
-        state = read_checkpoint_json(self._get_folder(newest) / "state.json")
-        best_step = (state.get("best") or {}).get("step")
-        needed = {newest, best_step, self._list_best_first()[0]}
-        return [step for step in steps if step < newest and step not in needed]
 
     def read_newest_state(self) -> dict[str, Any]:
         """Return what the newest checkpoint says of the run; empty without one."""

@@ -1,7 +1,4 @@
-"""List runs: how far they are, how good, how large, and what of them can be deleted.
-
-Nothing is written or deleted here.
-"""
+"""List runs: how far they are, how good and how large."""
 
 import os
 import time
@@ -15,16 +12,6 @@ from gptmini.console import format_bytes, format_table
 from gptmini.errors import GptminiError
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics, select_numbers
-
-STALE_SECONDS = 86_400  # after which an unfinished folder belongs to a process that was killed
-
-
-@dataclass(frozen=True)
-class FileSize:
-    """A file or folder and the bytes in it."""
-
-    path: str
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +36,6 @@ class RunSummary:
     val_bpb: float | None = None
     eval_tokens: int | None = None
     source: str = ""
-    removable: tuple[FileSize, ...] = ()
     problem: str = ""
 
 
@@ -71,27 +57,13 @@ def _find_runs(folder: Path) -> Iterator[Path]:
             yield from _find_runs(child)
 
 
-def find_leftovers(folder: Path) -> list[FileSize]:
-    """Find the unfinished runs in a folder that killed processes left at least a day ago."""
-    latest = time.time() - STALE_SECONDS
-    leftovers = []
-    for path in sorted(folder.glob(".partial-*")):
-        with suppress(OSError):  # finished and renamed meanwhile
-            # A process may have just made the folder and put nothing into it yet.
-            written = max(path.stat().st_mtime, _measure_files(path)[1])
-            if path.is_dir() and written < latest:
-                leftovers.append(measure(path))
-    return leftovers
-
-
 def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> RunSummary:
     run = RunDirectory(path)
-    size, written = _measure_files(path)
-    being_trained = bool(run.is_locked())
+    size, written = measure_files(path)
+    being_trained = run.is_locked()
     try:
         config = run.load_config()
         metrics = read_metrics(run.metrics_file)
-        removable = run.list_removable()
     except (GptminiError, OSError) as error:
         lines = error.lines if isinstance(error, GptminiError) else [str(error)]
         return RunSummary(str(path), size, written, being_trained, problem=lines[0])
@@ -113,16 +85,10 @@ def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> Ru
         val_bpb=val_bpb,
         eval_tokens=config.train.eval_tokens,
         source=str(state.get("source", "")),
-        removable=tuple(measure(removed) for removed in removable),
     )
 
 
-def measure(path: Path) -> FileSize:
-    """Return a folder with the bytes of all files in it; 0 if there is none."""
-    return FileSize(str(path), _measure_files(path)[0])
-
-
-def _measure_files(path: Path) -> tuple[int, float]:
+def measure_files(path: Path) -> tuple[int, float]:
     """Return the bytes of all files in a folder, and when the last of them was written."""
     size = 0
     written = 0.0
@@ -160,10 +126,3 @@ def _format_row(run: RunSummary) -> list[str]:
         time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written)),
         "; ".join(notes),
     ]
-
-
-def format_removable(removable: list[FileSize]) -> str:
-    """Format what can be deleted, one per line."""
-    rows = [["can be deleted", "size"]]
-    rows += [[each.path, format_bytes(each.bytes)] for each in removable]
-    return format_table(rows)
