@@ -1,12 +1,11 @@
 """`gptmini export`: write a trained model for other programs, or as a page."""
 
-import re
 from pathlib import Path
 from typing import Literal
 
 from gptmini.cli.options import Cache, RunName, option, resolve_run
 from gptmini.console import quote, say, show_elapsed
-from gptmini.errors import ConfigError, shorten
+from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
 
@@ -29,14 +28,9 @@ def export(
         "The folder or file to write.",
         show_default="RUN-hf, RUN-f16.gguf or RUN.html",
     ),
-    push: str | None = option(
-        None, "OWNER/NAME", "Upload it to the Hugging Face Hub; a new repository is private."
-    ),
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Write a trained model for other programs, and prove that it computes the same."""
-    if push is not None:
-        _check_push(push, to)
     if weights is not None and to == "hf":
         raise ConfigError("--weights: applies to --to gguf and --to html; leave it out")
     path = resolve_run(run)
@@ -61,12 +55,6 @@ def export(
     if exported.generated_by:
         say(f"proof: {exported.generated_by} loads it and generates with it")
     print(out)
-    if push is not None:
-        from gptmini.data import hub
-
-        with show_elapsed("uploading"):
-            url = hub.upload(push.removeprefix(hub.PREFIX), out)
-        say(f"hub: {url}")
     if to == "hf":
         say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
         return
@@ -82,16 +70,6 @@ def export(
         f"Ollama:     echo {source} > {modelfile} && "
         f"ollama create {name} -f {modelfile} && ollama run {name}"
     )
-
-
-def _check_push(name: str, to: str) -> None:
-    """ConfigError for a name or format that cannot be pushed, before anything is written."""
-    from gptmini.data import hub
-
-    if not re.fullmatch(hub.OWNER_AND_NAME, name.removeprefix(hub.PREFIX)):
-        raise ConfigError(f"--push {shorten(name)}: not a name on the Hub; write OWNER/NAME")
-    if to == "html":
-        raise ConfigError("--push: applies to --to hf and --to gguf; leave it out")
 
 
 def _export_page(path: Path, out: Path, weights: str | None, cache: Path) -> None:

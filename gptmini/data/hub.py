@@ -100,21 +100,6 @@ def download(snapshot: Snapshot, names: Iterable[str]) -> list[Path]:
         ]
 
 
-def upload(name: str, path: Path) -> str:
-    """Upload a folder or a file to a model repository, made private if it is new; returns its URL.
-
-    Raises as `open_snapshot`.
-    """
-    hub = _import_huggingface_hub(name)
-    with _report_failure("model", name, None):
-        hub.create_repo(name, repo_type="model", private=True, exist_ok=True)
-        if path.is_dir():
-            commit = hub.upload_folder(repo_id=name, folder_path=path)
-        else:
-            commit = hub.upload_file(repo_id=name, path_or_fileobj=path, path_in_repo=path.name)
-    return str(commit.commit_url)
-
-
 def list_some(names: Iterable[str]) -> str:
     """List names for a message, the first ones if there are many."""
     listed = list(names)
