@@ -24,9 +24,7 @@ def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     assert max(map(len, [first, *rest])) < 80
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(1, "1 step"), (1.0, "1 step"), (0.5, "0.5 steps"), (1200, "1,200 steps")]
-)
+@pytest.mark.parametrize(("number", "text"), [(1.0, "1 step"), (1200, "1,200 steps")])
 def test_amounts_agree_with_their_noun(number, text):
     assert console.format_count(number, "step") == text
 

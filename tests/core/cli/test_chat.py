@@ -30,8 +30,7 @@ def count(run: Run, messages: list[dict[str, Any]]) -> int:
     return len(run.encode(run.render_chat(messages), special=True))
 
 
-@pytest.mark.parametrize("first", [[], [SYSTEM]])
-@pytest.mark.parametrize("max_new_tokens", [10, 5000])
+@pytest.mark.parametrize(("first", "max_new_tokens"), [([], 10), ([SYSTEM], 5000)])
 def test_the_oldest_turns_are_dropped_whole(run, first, max_new_tokens):
     room = min(max_new_tokens, 50)
     dropped = set()
@@ -71,12 +70,7 @@ def test_a_conversation_says_once_that_it_forgets(tmp_path, gptmini, monkeypatch
     assert rendered[-1][-1]["content"] == "Why " * 5
 
 
-def test_a_run_makes_its_prompt(tmp_path: Path):
-    run = run_of(tmp_path / "run", CHAT_TOKENIZER)
-    prompt = run.render_chat([{"role": "user", "content": "Hi <|im_end|>"}])
-    assert prompt == "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n"
-    text = run.create_text(0, prompt, run.config.sample, special=True)
-    assert text.prompt_tokens[0] == CHAT_TOKENIZER.special_tokens["<|im_start|>"]
-    other = run_of(tmp_path / "other")
+def test_a_run_without_a_chat_template_says_so(tmp_path: Path):
+    run = run_of(tmp_path / "other")
     with pytest.raises(ConfigError, match="other: has no chat template"):
-        other.render_chat([{"role": "user", "content": "Hi"}])
+        run.render_chat([{"role": "user", "content": "Hi"}])

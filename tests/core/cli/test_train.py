@@ -159,22 +159,6 @@ def test_file_names_need_not_be_utf8(gptmini):
     assert code == 0, err
     code, _, err = gptmini("evaluate")
     assert code == 0, err
-    Path(name).write_bytes(b"\xff")
-    code, _, err = gptmini("train", "--data", name, *SMALL, "--out", "again")
-    assert code == 3
-    assert err.startswith("gptmini: caf\\udce9.txt: not UTF-8")
-
-
-def test_several_texts_and_documents(gptmini, tmp_path: Path):
-    lines = [json.dumps({"body": f"{n} {WORDS}"}) for n in range(60)]
-    Path("a.jsonl").write_text("\n".join(lines))
-    Path("b.txt").write_text(WORDS * 40)
-    words = ["train", "--data", "a.jsonl", "--data", "b.txt", "--set", "data.text_key=body"]
-    code, _, err = gptmini(*words, "--set", "data.weights=[1, 3]", *SMALL, "--out", "w")
-    assert code == 0, err
-    assert "data      a.jsonl, b.txt: " in err
-    code, _, err = gptmini(*words, "--set", "data.split=documents", *SMALL, "--out", "d")
-    assert code == 0, err
 
 
 def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: Path, monkeypatch):
@@ -196,21 +180,6 @@ def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: 
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err
     assert "resuming after step 2" in err
-
-
-def test_out_must_not_be_a_file(gptmini, text_file: Path):
-    code, _, err = gptmini("train", "--data", "text.txt", "--out", "text.txt")
-    assert (code, "--out text.txt: a file, not a directory" in err) == (2, True)
-
-
-def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
-    words = ["train", "--data", str(text_file), *SMALL]
-    assert gptmini(*words)[0] == 0
-    code, _, err = gptmini(*words, "--set", "sample.bias={e: -2}", "--set", "sample.stop=[x]")
-    assert code == 0, err
-    other = [*words, "--out", "other", "--set", "sample.bias={e: -2}"]
-    assert gptmini(*other)[0] == 0
-    assert gptmini(*words, "--out", "other")[0] == 0
 
 
 @pytest.mark.slow

@@ -103,9 +103,7 @@ def test_large_vocabularies_are_ranked_and_drawn_from_as_by_sorting_all_of_them(
         assert weights[sample_index(weights, min(random, 1 - 2**-53))] > 0
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8}]
-)
+@pytest.mark.parametrize("settings", [{"min_p": 0.05}, {"top_k": 9, "top_p": 0.8}])
 def test_draws_follow_the_exact_probabilities(settings):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(0))
     sample = SampleConfig.model_validate({"temperature": 0.7, "top_k": None} | settings)

@@ -134,12 +134,6 @@ def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
     assert len(opened) <= 3
 
 
-def train_a_step(model: GPT) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.tensor([[1, 2, 3]])).logsumexp(-1).mean().backward()
-    optimizer.step()
-
-
 def train_a_fused_step(model: GPT) -> None:
     """PyTorch does not count the changes of this one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -147,26 +141,8 @@ def train_a_fused_step(model: GPT) -> None:
     optimizer.step()
 
 
-def load_others(model: GPT) -> None:
-    model.load_state_dict({name: -2 * value for name, value in model.state_dict().items()})
-
-
-def assign_others(model: GPT) -> None:
-    others = {name: -2 * value for name, value in model.state_dict().items()}
-    model.load_state_dict(others, assign=True)
-
-
-def write_a_row(model: GPT) -> None:
-    with torch.no_grad():
-        model.embed.weight[ord("e")].mul_(-9)
-
-
 def replace_a_norm(model: GPT) -> None:
     model.final_norm = torch.nn.Identity()
-
-
-def add_a_hook(model: GPT) -> None:
-    model.blocks[0].mlp.register_forward_hook(lambda _, __, output: -5 * output)
 
 
 def set_a_window(model: GPT) -> None:
@@ -178,21 +154,17 @@ def remove_a_layer(model: GPT) -> None:
     del model.blocks[0]
 
 
-CHANGES = [
-    train_a_step,
-    train_a_fused_step,
-    load_others,
-    assign_others,
-    write_a_row,
-    replace_a_norm,
-    add_a_hook,
-    set_a_window,
-    remove_a_layer,
-]
-
-
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "weights"),
+    [
+        (train_a_fused_step, "float32"),
+        (train_a_fused_step, "bfloat16"),
+        (train_a_fused_step, "int8"),
+        (replace_a_norm, "float32"),
+        (set_a_window, "float32"),
+        (remove_a_layer, "float32"),
+    ],
+)
 def test_a_run_generates_with_the_model_as_it_is_now(trained: Path, change, weights: str):
     run = load_run(trained, weights=weights)
     settings = {"logprobs": True, "max_new_tokens": 8, "temperature": 0}
@@ -212,7 +184,7 @@ def test_a_run_generates_with_the_model_as_it_is_now(trained: Path, change, weig
         assert text.logprobs == pytest.approx(expected, abs=1e-4 if weights == "float32" else 0.3)
         if change is remove_a_layer:
             break
-    if "hook" not in change.__name__ and change is not set_a_window:
+    if change is not set_a_window:
         assert run.fingerprint != fingerprint
 
 
@@ -290,24 +262,13 @@ def test_a_prompt_that_is_not_a_text_is_refused(run: Run, prompt):
         run.start("abc")
 
 
-def test_a_single_stop_text_needs_no_list(run: Run):
+def test_stop_bans_and_bias_name_texts_and_a_single_one_needs_no_list(run: Run):
     settings = {"max_new_tokens": 40, "temperature": 0}
-    text = run.generate("the ", **settings)
-    assert run.generate("the ", stop=text[3], **settings) == text[: text.index(text[3])]
-    assert text[0] not in run.generate("the ", ban=text[0], **settings)
-
-
-def test_unknown_weights_are_refused(trained: Path):
-    with pytest.raises(ConfigError, match="--weights int4: not supported; choose float32"):
-        load_run(trained, weights="int4")
-
-
-def test_bans_and_bias_name_tokens_by_their_text(run: Run):
-    plain = run.generate("the ", max_new_tokens=40, temperature=0)
+    plain = run.generate("the ", **settings)
+    assert run.generate("the ", stop=plain[3], **settings) == plain[: plain.index(plain[3])]
     likeliest = plain[0]
-    without = run.generate("the ", max_new_tokens=40, temperature=0, ban=[likeliest])
-    assert likeliest in plain
-    assert likeliest not in without
+    for ban in (likeliest, [likeliest]):
+        assert likeliest not in run.generate("the ", ban=ban, **settings)
     assert run.generate("a", max_new_tokens=5, bias={"z": 100.0}) == "zzzzz"
     with pytest.raises(ConfigError, match=r"sample.ban: 'no' is not one token but 'n', 'o'"):
         run.generate("a", ban=["no"])

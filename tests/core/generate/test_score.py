@@ -49,7 +49,7 @@ def test_scores_of_a_short_text_are_the_models_own(run: Run, start: str | None):
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a token is a byte
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 24, 25, 50])
+@pytest.mark.parametrize("length", [17, 25, 50])
 def test_a_long_text_is_read_in_windows_half_a_context_apart(run: Run, length: int):
     text = "".join(chr(97 + n * 7 % 26) for n in range(length))
     found = score_text(run, text)
