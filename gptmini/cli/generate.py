@@ -143,7 +143,7 @@ def generate(
         raise ConfigError("--prompts, --out: one needs the other; give both")
     if str(out) == "-":
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
-    path = resolve_run(run, "--prompt", "--prompt-file")
+    path = resolve_run(run)
     draft_path = None if draft is None else resolve_run(draft)
     load_torch()
     from gptmini.cli import prompts_file

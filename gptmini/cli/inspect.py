@@ -54,7 +54,7 @@ def inspect(
             plots.save_figure(plots.draw_mask(cells.numpy(), mask), out)
             say(f"{out}: written")
     else:
-        path = resolve_run(run, "--prompt")
+        path = resolve_run(run)
         _inspect_run(path, str(prompt), layer, head, out)
 
 

@@ -159,7 +159,7 @@ def build_config(
 def find_config(name: str) -> Path | None:
     """Find the file of a configuration or a run; None for a text, as --data takes it.
 
-    Of anything else, ConfigError suggests the nearest run if the name looks like one.
+    Of anything else, ConfigError suggests the nearest configuration or run.
     """
     from gptmini.config import load
 
@@ -168,26 +168,15 @@ def find_config(name: str) -> Path | None:
     path = Path(name)
     if name == "-" or name.startswith(("builtin:", "hf:")) or set(name) & set("*?["):
         return None
-    if path.suffix == ".py":  # nanoGPT's are programs, such as config/train_shakespeare_char.py
-        ours = path.stem.removeprefix("train_").replace("_", "-")
-        if ours in load.map_config_names():
-            raise ConfigError(f"{name}: Python, not a configuration; did you mean {ours}?")
-        raise ConfigError(
-            f"{name}: Python, not a configuration; write YAML with the keys of gptmini settings, "
-            f"or train on the program with --data {name}"
-        )
-    is_named = path.suffix in (".yaml", ".yml") or name in load.map_config_names()
+    configs = load.map_config_names()
+    is_named = path.suffix in (".yaml", ".yml") or name in configs
     if path.exists() and not is_named:
         return None
-    try:
-        return load.find_config_file(name)
-    except ConfigError as error:
-        runs = _list_runs()
-        near = difflib.get_close_matches(Path(name).name, runs, 1)
-        in_runs = Path(name).parent == RUNS_FOLDER
-        if not near or ("did you mean" in str(error) and not in_runs):
-            raise
-        raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?") from None
+    runs = _list_runs()
+    near = difflib.get_close_matches(path.name, [*configs, *runs], 1)
+    if not is_named and near and near[0] in runs:
+        raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?")
+    return load.find_config_file(name)
 
 
 def find_run(name: str) -> Path | None:
@@ -203,37 +192,28 @@ def parse_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
-def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
+def resolve_run(run: Path | None) -> Path:
     """Return `run`, or the newest run; raise CheckpointError with what was probably meant.
 
-    `text` and `file` are the command's options for a text and for a file that holds one. Loads no
-    torch, so that a wrong name is answered at once.
+    Loads no torch, so that a wrong name is answered at once.
     """
     if run is None:
         return find_newest_run()
     if is_run(run):
         return run
-    name = shorten(" ".join(str(run).split()))  # it may be a text, with line breaks
     runs = _list_runs()
-    exists = os.path.exists(run)  # unlike Path.exists, False for a name that is too long
-    meant: list[str | Path] = [folder for folder in run.parents if exists and is_run(folder)]
-    if os.path.isfile(run) and file:
-        meant.append(f"{file} {run}")
-    if text and " " in name:
-        meant.append(f'{text} "{name}"')
-    meant += [runs[near] for near in difflib.get_close_matches(run.name, runs, 1)]
+    near = difflib.get_close_matches(run.name, runs, 1)
     if run.suffix.lower() == ".gguf" or os.path.isfile(run / "config.json"):
         hint = f"make one of a pretrained model: gptmini import {run}"
-    elif meant:
-        hint = f"did you mean {meant[0]}?"
+    elif near:
+        hint = f"did you mean {runs[near[0]]}?"
     elif PRETRAINED_NAME.fullmatch(str(run)) and run.parent != RUNS_FOLDER:
-        owner = "" if exists or "/" in str(run) else "openai-community/"
+        owner = "" if "/" in str(run) else "openai-community/"
         hint = f"make one of a pretrained model: gptmini import {owner}{run}"
     else:
         hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"
-        if text:
-            hint += f"; a text goes after {text}"
-    raise CheckpointError(f"{name}: no run here; {hint}")
+        hint += "; a text goes after --prompt or --text"
+    raise CheckpointError(f"{shorten(run)}: no run here; {hint}")
 
 
 def _list_runs() -> dict[str, Path]:

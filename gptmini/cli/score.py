@@ -23,7 +23,7 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Show how well a trained model predicts a text, token by token."""
-    path = resolve_run(run, "--text", "--file")
+    path = resolve_run(run)
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
     from gptmini.generate import score as scoring

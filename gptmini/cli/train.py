@@ -76,7 +76,7 @@ def train(
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
     log.check_installed(settings.train.log_to)
     if base is not None and not is_run(out):
-        resolve_run(base)  # answers a wrong name with what was probably meant
+        resolve_run(base)  # answers a wrong name with the nearest
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import loop
     from gptmini.train.group import join_group

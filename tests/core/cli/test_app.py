@@ -40,8 +40,6 @@ ERRORS = [
     (["serve", "model.gguf"], 4, "gptmini import model.gguf"),
     (["train", "--from", "a/b", "--data", "nanogpt.py"], 4, "gptmini import a/b"),
     (["convert-hf"], 2, "gptmini export"),
-    (["train", "config/train_shakespeare_char.py"], 2, "mean shakespeare-char?"),
-    (["train", "nanogpt.py"], 2, "--data nanogpt.py"),
     (["train", "--data", "nanogpt.py", "--out", "nanogpt.py"], 2, "nanogpt.py: a file, not a dir"),
     (["generate", "--samples=0"], 2, "--samples"),
     (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),

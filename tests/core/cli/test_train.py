@@ -93,7 +93,6 @@ def test_a_mistyped_run_or_configuration_is_answered_with_the_nearest(gptmini):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "config.yaml").touch()
     for name, meant in [
-        ("runs/mien", "runs/mine?"),
         ("mien", "runs/mine?"),
         ("gpt2-124", "gpt2-124m?"),
         ("nothing-like-it", "choose one of "),
