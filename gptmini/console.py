@@ -6,14 +6,12 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
 import threading
-import time
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO, TypeVar
 
+from rich.cells import cell_len
 from tqdm import tqdm
 
 from gptmini.files import IS_WINDOWS
@@ -70,21 +68,10 @@ def say_excerpt(text: str) -> None:
         return
     width = min(MAX_EXCERPT_WIDTH, shutil.get_terminal_size().columns - 4)
     line = escape_control_characters(text.replace("\n", "↵").replace("\t", " "))[:width]
-    while line and measure_width(line) > width:
+    while line and cell_len(line) > width:
         line = line[:-1]
     shown = f"{DIM}{line}{UNMARK}" if shows_colours(sys.stderr) else line
     tqdm.write(f"  {shown}", file=sys.stderr)
-
-
-def say_header(line: str) -> None:
-    """Print a line of a header, such as `  model     2.6 M parameters`; a terminal wraps it."""
-    if not is_interactive():
-        say(line)
-        return
-    width = max(40, shutil.get_terminal_size().columns - 2)
-    indent = " " * 12
-    for part in textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False):
-        say(part)
 
 
 def format_count(number: float, noun: str) -> str:
@@ -181,28 +168,12 @@ def format_duration(seconds: float) -> str:
 
 @contextmanager
 def show_byte_progress(description: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar over `total` bytes on a terminal; yields a function that counts more of them.
-
-    Work that took over a second ends with a line that states its speed.
-    """
-    started = time.perf_counter()
-    done = 0
+    """Show a bar over `total` bytes on a terminal; yields a function that counts more of them."""
     hidden = not is_interactive()
     with tqdm(
         desc=description, total=total, unit="B", unit_scale=True, leave=False, disable=hidden
     ) as bar:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(count)
-
-        yield advance
-    seconds = time.perf_counter() - started
-    if seconds > 1:
-        megabytes = done / 1e6
-        speed = megabytes / seconds
-        say(f"{description}: {megabytes:,.1f} MB in {seconds:.1f} s, {speed:.1f} MB/s")
+        yield bar.update
 
 
 class HiddenBar(tqdm):  # type: ignore[type-arg]
@@ -263,19 +234,9 @@ def iter_with_progress(items: Iterable[T], description: str, total: int) -> Iter
     return tqdm(items, desc=description, total=total, delay=1, leave=False, disable=hidden)
 
 
-def measure_width(text: str) -> int:
-    """Count the columns that a text takes on a terminal: two for Chinese characters and emoji."""
-    width = 0
-    for character in text:
-        if unicodedata.category(character) in ("Mn", "Me", "Cf"):  # over the one before, or unseen
-            continue
-        width += 2 if unicodedata.east_asian_width(character) in "WF" else 1
-    return width
-
-
 def pad(text: str, width: int, to_right: bool = False) -> str:
     """Fill a text with spaces to a width on a terminal."""
-    spaces = " " * (width - measure_width(text))
+    spaces = " " * (width - cell_len(text))
     return spaces + text if to_right else text + spaces
 
 
@@ -287,7 +248,7 @@ def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
     rows = [[escape_line(cell) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))
     min_width = 3 if markdown else 0
-    widths = [max(min_width, *map(measure_width, column)) for column in columns]
+    widths = [max(min_width, *map(cell_len, column)) for column in columns]
     numeric = [all(cell[:1] in "+-0123456789" for cell in column[1:]) for column in columns]
 
     def format_row(cells: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 
-from gptmini.console import measure_width
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.runs.log import select_numbers
 
@@ -124,14 +124,14 @@ def draw_attention(
     cell *= min(1.0, MAX_FULL_SIZE_TOKENS / T)
     side = max(MIN_PANEL_INCHES, cell * T)
     font_size = min(8.0, 60 * cell)
-    longest_label = max(map(measure_width, labels))
+    longest_label = max(map(cell_len, labels))
     label_room = longest_label * 0.6 * font_size / 72  # a letter is 0.6 em wide
     width = columns * (side + 0.1) + label_room + 1.3
     height = rows * (side + 0.3) + label_room + 0.4
     figure = create_figure(width, height, "compressed")
 
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    is_upright = max(map(measure_width, labels)) <= 2
+    is_upright = max(map(cell_len, labels)) <= 2
     font: dict[str, Any] = {"fontsize": font_size, "family": "monospace"}
     for axis, (layer, h) in zip(axes.flat, panels, strict=True):
         cells = np.ma.masked_equal(weights[layer, h], 0)

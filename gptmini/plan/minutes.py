@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from gptmini.config.settings import Config, ModelConfig, TrainConfig
-from gptmini.console import format_count, format_duration, say, say_header, warn
+from gptmini.console import format_count, format_duration, say, warn
 from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
@@ -237,7 +237,7 @@ def choose_steps(
         _warn_of_few_steps(config.with_train(steps=steps), per_step, text)
     if steps < int(left / per_step) and not stated_steps:
         takes = format_duration(steps * per_step + between_steps + after_last_step)
-        say_header(
+        say(
             f"  time      training takes about {takes} of it: reading so short a text more often "
             "would make the model worse"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
-from gptmini.console import format_count, format_duration, say_header, warn
+from gptmini.console import format_count, format_duration, say, warn
 from gptmini.data.corpus import FoundText, TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
@@ -138,7 +138,7 @@ def _chooses_row_length(request: Request) -> bool:
 def say_text(request: Request, corpus: Corpus) -> None:
     """Show the text in tokens, and the base."""
     is_kind_chosen = request.config.base.run is None and request.stated.tokenizer.kind == "auto"
-    say_header(corpus.format_summary("auto" if is_kind_chosen else ""))
+    say(corpus.format_summary("auto" if is_kind_chosen else ""))
     if request.config.base.run is not None:
         say_base(request.config, corpus)
 
@@ -147,7 +147,7 @@ def say_base(config: Config, corpus: Corpus) -> None:
     """Show the base, and warn if it may forget how to answer."""
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
-    say_header(f"  base      {base.run}{step}: its weights and tokenizer")
+    say(f"  base      {base.run}{step}: its weights and tokenizer")
     if corpus.tokenizer.chat_template is not None and not corpus.has_ignored:
         warn(
             f"{corpus.name}: {base.run} answers questions, and may forget how on text that has "
@@ -265,5 +265,5 @@ def settle_compile(plan: Plan) -> Plan:
     if step_time is not None and not plan.request.steps_follow_minutes:
         seconds = train.steps * (step_time.passes + step_time.update)
         steps = format_count(train.steps, "step")
-        say_header(f"  time      about {format_duration(max(1, seconds))} for {steps}")
+        say(f"  time      about {format_duration(max(1, seconds))} for {steps}")
     return replace(plan, config=plan.config.with_train(compile="on" if compiled else "off"))

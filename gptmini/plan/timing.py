@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.console import say, say_header, show_elapsed, warn
+from gptmini.console import say, show_elapsed, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.machine import Compute, estimate_training_bytes, find_compiler, get_total_memory
 from gptmini.model.gpt import GPT
@@ -363,10 +363,10 @@ def try_compile(
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if setting == "on":
             raise MachineError(f"train.compile: {reason}; use auto or off") from None
-        say_header(f"  compile   off: it failed ({reason})")
+        say(f"  compile   off: it failed ({reason})")
         return False, eager
     pays = setting == "on" or compiled.passes <= eager.passes
-    say_header(
+    say(
         f"  compile   {'on' if pays else 'off'}: {compiled.passes:.3f} s/step compiled, "
         f"{eager.passes:.3f} without"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config
-from gptmini.console import format_count, quote, say_header, warn
+from gptmini.console import format_count, quote, say, warn
 from gptmini.errors import MachineError, make_missing_package_error
 
 Metrics = dict[str, Any]
@@ -150,7 +150,7 @@ def open_tensorboard(run: Path, config: Config, step: int) -> Tracker:
 
     writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
     command = f"tensorboard --logdir {quote(run.parent)}"
-    say_header(f"  tracking  {run / 'tensorboard'}; see it with: {command}")
+    say(f"  tracking  {run / 'tensorboard'}; see it with: {command}")
 
     def write(line: Metrics) -> None:
         for key, value in line.items():
@@ -180,7 +180,7 @@ def open_wandb(run: Path, config: Config, step: int) -> Tracker:
     )
 
     online = tracked.url or "offline; upload it with wandb sync"
-    say_header(f"  tracking  {run / 'wandb'}: {online}")
+    say(f"  tracking  {run / 'wandb'}: {online}")
 
     def write(line: Metrics) -> None:
         tracked.log(line, step=line["step"])

@@ -4,7 +4,7 @@ import signal
 import statistics
 
 from gptmini.config.settings import Config
-from gptmini.console import format_bytes, format_count, say_header, warn
+from gptmini.console import format_bytes, format_count, say, warn
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
@@ -20,18 +20,18 @@ MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 def say_header_lines(training: Training) -> None:
     """Show the model, the machine and the length of the run."""
-    say_header(_describe_model(training))
-    say_header(_describe_recipe(training))
-    say_header(_describe_machine(training))
-    say_header(_describe_length(training))
+    say(_describe_model(training))
+    say(_describe_recipe(training))
+    say(_describe_machine(training))
+    say(_describe_length(training))
     train = training.config.train
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
-        say_header(_describe_memory(memory))
+        say(_describe_memory(memory))
     held_out = training.corpus.held_out
     if train.eval_tokens is not None and train.eval_tokens < held_out:
-        say_header(
+        say(
             f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out; gptmini "
             f"evaluate reads all"
         )
@@ -198,7 +198,7 @@ def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
     before = compute_learning_rate(existing.train, step - 1)
     now = compute_learning_rate(config.train, step)
     if now > before:
-        say_header(
+        say(
             f"  rate      rises again, from {before:.1e} to {now:.1e}: it is cooled down over the "
             f"last {get_cooldown_steps(config.train):,} of {format_count(steps, 'step')}, no "
             f"longer of {steps_before:,}"

@@ -61,6 +61,7 @@ DOORS = {  # the only modules that import a library
     "urllib": {"data.fetch"},
     "huggingface_hub": {"data.hub"},
     "tqdm": {"console", "train.progress_bar"},
+    "rich": {"console", "figures.plots", "extras.compare.plots"},
     "safetensors": {"runs.tensors", "extras.interop.huggingface"},
     "gguf": {"extras.interop.gguf"},
     "transformers": {"extras.interop.export"},

@@ -3,7 +3,8 @@
 from statistics import mean
 from typing import Any
 
-from gptmini.console import measure_width
+from rich.cells import cell_len
+
 from gptmini.extras.compare.variants import (
     Variant,
     build_histories,
@@ -28,7 +29,7 @@ def draw_comparison(variants: list[Variant]) -> Figure:
         _draw_differences(panels["beside"], variants)
     for axis in panels.values():
         hide_borders(axis)
-    columns = max(1, 100 // (8 + max(measure_width(variant.name) for variant in variants)))
+    columns = max(1, 100 // (8 + max(cell_len(variant.name) for variant in variants)))
     figure.legend(loc="outside upper left", ncols=columns, frameon=False)
     return figure
 

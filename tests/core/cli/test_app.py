@@ -62,10 +62,9 @@ def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
     found, out, err = gptmini(*words)
     assert (found, out) == (code, "")
     assert line in err
-    *progress, failure = err.splitlines()  # a slow machine shows how it reads the text
-    assert all(" MB in " in line for line in progress)
-    assert failure.startswith("gptmini: ")
-    assert "; " in failure or "must be" in failure or "id you mean" in failure
+    assert err.startswith("gptmini: ")
+    assert err.count("\n") == 1
+    assert "; " in err or "must be" in err or "id you mean" in err
     assert "Traceback" not in err
     assert not Path("runs").exists()
 
