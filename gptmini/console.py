@@ -106,13 +106,13 @@ def shows_colours(stream: TextIO) -> bool:
     return not IS_WINDOWS or "WT_SESSION" in os.environ  # its old console shows the codes
 
 
-def mark(text: str, stretches: Iterable[tuple[int, int]], raw: bool = False) -> Iterator[str]:
+def mark(text: str, stretches: Iterable[tuple[int, int]]) -> Iterator[str]:
     """Yield a text with some stretches of its characters in colour, where stdout shows colours.
 
     Control characters are escaped as in `stream_to_stdout`, which would escape the colours, too.
     """
     colours = shows_colours(sys.stdout)
-    escape = escape_control_characters if sys.stdout.isatty() and not raw else str
+    escape = escape_control_characters if sys.stdout.isatty() else str
     at = 0
     for start, end in stretches:
         yield escape(text[at:start])

@@ -1,9 +1,6 @@
 """`gptmini generate`: continue a prompt with a trained model."""
 
 import json
-import os
-import select
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -107,7 +104,6 @@ def generate(
     device: Device = "auto",
     threads: Threads = None,
     no_cache: bool = flag("Use neither KV cache nor compiled engine: to check them.", "--no-cache"),
-    raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
     show_sources: bool = flag(
         "Mark passages of 20+ characters copied from the training text; name their files.",
         "--sources",
@@ -152,9 +148,6 @@ def generate(
     trained = load_run(path, device, weights, cache)
     if run is None:
         console.say(f"{path}, step {trained.step}")
-    _point_out_line_breaks(prompt, stop)
-    if not named and _has_piped_input():
-        console.say("standard input is not read; to continue it, add --prompt-file -")
     if show_sources:
         trained.find_copies("")  # refuses now
     drafter: Run | str | None = "lookup" if lookup else None
@@ -169,7 +162,7 @@ def generate(
     if prompts is not None and out is not None:
         prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
         return
-    writer = _Writer(trained, settings | how, raw, show_sources)
+    writer = _Writer(trained, settings | how, show_sources)
     if interactive:
         (writer.chat if chat else writer.continue_lines)()
         return
@@ -213,31 +206,12 @@ def _parse_sampling(options: Settings, assignments: list[str] | None) -> Setting
     return load.load_config(None, overrides).sample.model_dump(exclude_unset=True)
 
 
-def _point_out_line_breaks(prompt: str | None, stop: list[str] | None) -> None:
-    """Warn that a backslash and an n typed in a shell are not a line break."""
-    for label, text in [("--prompt", prompt or ""), *(("--stop", text) for text in stop or [])]:
-        if "\\n" in text:
-            hint = r"\n is taken as two characters; for a line break, type $'\n' in bash"
-            console.say(f"{label}: {hint}")
-
-
-def _has_piped_input() -> bool:
-    """Tell whether standard input is a pipe or a file that holds something."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-        ready = select.select([sys.stdin], [], [], 0)[0]
-    except (OSError, ValueError, AttributeError):  # closed, replaced, or on Windows
-        return False
-    return bool(ready) and (stat.S_ISFIFO(mode) or stat.S_ISREG(mode))
-
-
 @dataclass(frozen=True)
 class _Writer:
     """Prints what a run writes with the `settings` of `Run.start`."""
 
     run: "Run"
     settings: Settings
-    raw: bool
     show_sources: bool
 
     def print_texts(
@@ -252,7 +226,7 @@ class _Writer:
         for generation in self._start_batches(prompt, samples, batch_size):
             if streams:
                 pieces = chain([shown], (piece for _, piece in generation), ["\n"])
-                if not console.stream_to_stdout(pieces, self.raw):
+                if not console.stream_to_stdout(pieces):
                     return
             with console.show_elapsed("generating"):
                 texts = generation.finish()
@@ -261,8 +235,8 @@ class _Writer:
                 if not streams:
                     before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
                     stretches = found.stretches if found else []
-                    marked = console.mark(f"{text.text}\n", stretches, self.raw)
-                    pieces = chain(console.mark(before, [], self.raw), marked)
+                    marked = console.mark(f"{text.text}\n", stretches)
+                    pieces = chain(console.mark(before, []), marked)
                     if not console.stream_to_stdout(pieces, raw=True):
                         return
                 _say_copies(found, text.text)
@@ -348,7 +322,7 @@ class _Writer:
         try:
             generation = self.run.start([prompt], [number], **self.settings)
             pieces = (piece for _, piece in generation)
-            console.stream_to_stdout(chain([shown], pieces, ["\n"]), self.raw)
+            console.stream_to_stdout(chain([shown], pieces, ["\n"]))
         except KeyboardInterrupt:
             console.stream_to_stdout(["\n"])
         text = generation.samples[0].text if generation else ""

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -144,26 +143,6 @@ def test_what_is_not_a_run_is_answered_with_what_was_meant(gptmini, run, monkeyp
     assert hint in err
 
 
-def test_a_line_break_typed_with_a_backslash_is_explained(gptmini, run):
-    hint = r"\n is taken as two characters; for a line break, type $'\n' in bash"
-    _, _, err = gptmini("generate", run, "--prompt", r"a\nb", "--stop", r"\n", *FEW)
-    assert err == f"--prompt: {hint}\n--stop: {hint}\n"
-    assert gptmini("generate", run, "--prompt", "a\nb", "--stop", "\n", *FEW)[2] == ""
-
-
-def test_text_piped_in_without_an_option_is_pointed_out(gptmini, run, monkeypatch):
-    read_end, write_end = os.pipe()
-    os.write(write_end, b"the")
-    os.close(write_end)
-    hint = "standard input is not read; to continue it, add "
-    for place, expected in ((read_end, hint), (os.devnull, "")):
-        with open(place) as stdin:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            code, _, err = gptmini("generate", run, *FEW)
-        assert (code, err.count("\n")) == (0, bool(expected))
-        assert err.startswith(expected)
-
-
 def test_a_stdout_of_ascii_only_gets_question_marks(gptmini, run, monkeypatch):
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
@@ -231,11 +210,11 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
     converse(monkeypatch, "the ", "a")
     stream_to_stdout, calls = console.stream_to_stdout, []
 
-    def interrupted(texts, raw=False):
+    def interrupted(texts):
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        stream_to_stdout(texts, raw)
+        stream_to_stdout(texts)
 
     monkeypatch.setattr(console, "stream_to_stdout", interrupted)
     assert gptmini("generate", run, "--interactive", "--max-new-tokens", "4")[0] == 0
