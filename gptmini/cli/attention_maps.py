@@ -3,18 +3,16 @@
 Letters: L layers, H query heads, T positions.
 """
 
-import functools
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptmini import console
-from gptmini.cli.options import parse_number
 from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
-from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, make_mask
 from gptmini.model.cache import NoCache
 from gptmini.model.gpt import GPT
@@ -22,7 +20,6 @@ from gptmini.tokenizer.spelling import explain_labels, label_tokens
 
 MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N"
 
-MAX_MASK_POSITIONS = 256  # more would overflow the screen
 MAX_MATRIX_TOKENS = 12  # of a head that is shown whole
 SUMMARY = ("previous", "first", "itself", "entropy")  # what `summarize_heads` says of each head
 
@@ -164,58 +161,17 @@ def summarize_heads(weights: Tensor) -> Tensor:
     return torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)
 
 
-def build_mask(name: str, size: int | None = None) -> Tensor:
-    """Build a mask by its name, (size, size), by default of 12 positions.
-
-    `causal`, `window:N`, `strided:N`, `global:W,N` (a window, and the first N positions),
-    `padding:N` (N positions of padding on the right; `padding:N,left` on the left), or several of
-    them joined by `+`, which show what all of them show. `cross:T,S` has T queries on S keys of
-    another sequence, which is padded on the right to `size`.
-    """
-    if name.startswith("cross:"):
-        masks = [_build_cross_mask(name, size)]
-    else:
-        size = size or 12
-        everything = torch.ones(size, size, dtype=torch.bool)
-        masks = [everything, *(_build_part(part, size) for part in name.split("+"))]
-    known = [mask for mask in masks if mask is not None]
-    if len(known) < len(masks):
-        raise ConfigError(
-            f"--mask {shorten(name)}: unknown mask; use causal, window:N, strided:N or global:W,N "
-            f"with N at least 1, padding:N or padding:N,left with N below the size, several joined "
-            f"by +, or cross:T,S with at most {MAX_MASK_POSITIONS} queries and keys"
-        )
-    return functools.reduce(torch.logical_and, known)
-
-
-def _build_part(name: str, size: int) -> Tensor | None:
-    """Build a mask that has no + in its name; None if there is no such mask."""
-    kind, _, argument = name.partition(":")
-    words = argument.split(",") if argument else []
-    numbers = [parse_number(word) for word in words]
+def build_mask(name: str, size: int) -> Tensor:
+    """Build the mask of a model (size, size) by its name, `causal` or `window:N`."""
     positions = torch.arange(size)
-    match kind, numbers:
-        case "causal", []:
-            return make_mask(positions, positions)
-        case "window", [int(window)] if window > 0:
-            return make_mask(positions, positions, window)
-        case "strided", [int(stride)] if stride > 0:
-            return mechanisms.strided_mask(size, stride)
-        case "global", [int(window), int(n_global)] if window > 0 and n_global > 0:
-            return mechanisms.global_mask(size, window, n_global)
-        case "padding", [int(padded), *_] if padded < size and words[1:] in ([], ["left"]):
-            lengths = torch.tensor([size - padded])
-            side: Literal["left", "right"] = "left" if words[1:] else "right"
-            return mechanisms.padding_mask(lengths, size, side)[0]  # (1, size), for all queries
-    return None
-
-
-def _build_cross_mask(name: str, size: int | None) -> Tensor | None:
-    """Build the mask (T, size) of T queries on S keys; None if they are not as named."""
-    T, S = (parse_number(word) or 0 for word in name.partition(":")[2].partition(",")[::2])
-    if 0 < T <= MAX_MASK_POSITIONS and 0 < S <= (size or MAX_MASK_POSITIONS):
-        return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
-    return None
+    if name == "causal":
+        return make_mask(positions, positions)
+    window = re.fullmatch(r"window:([1-9]\d{0,8})", name)
+    if window is None:
+        raise ConfigError(
+            f"--mask {shorten(name)}: unknown mask; use causal, or window:N with N at least 1"
+        )
+    return make_mask(positions, positions, int(window[1]))
 
 
 def format_mask(mask: Tensor) -> str:

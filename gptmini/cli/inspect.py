@@ -15,9 +15,7 @@ def inspect(
     mask: str | None = option(
         None,
         "MASK",
-        "Show a mask instead of a model: causal, window:N, strided:N, global:W,N, padding:N (on "
-        "the right) or padding:N,left; several joined by +; or cross:T,S (T queries on S keys of "
-        "another text).",
+        "Show a mask instead of a model: causal, or window:N with a window of N positions.",
     ),
     size: int | None = option(
         None, "N", "Positions of the mask.", min=1, max=256, show_default="12"
@@ -47,7 +45,7 @@ def inspect(
     if mask is not None:
         from gptmini.cli import attention_maps
 
-        cells = attention_maps.build_mask(mask, size)
+        cells = attention_maps.build_mask(mask, size or 12)
         print(attention_maps.format_mask(cells))
         print("\nx visible, . masked; a row is a query, a column a key")
         if out is not None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 RUNS_FOLDER = Path("runs")
 MAX_INPUT_BYTES = 16 << 20  # of a prompt, or of a text to score
-MAX_DIGITS = 18  # of a number on the command line
 PRETRAINED_NAME = re.compile(r"(hf:)?[\w-]+/[\w.-]+|gpt2(-medium|-large|-xl)?")
 
 
@@ -185,11 +184,6 @@ def find_run(name: str) -> Path | None:
     folder = path.parent if path.name == "config.yaml" else path
     files = (folder / "config.yaml", folder / "tokenizer.json")
     return folder if all(file.is_file() for file in files) else None
-
-
-def parse_number(text: str) -> int | None:
-    """Parse a whole number; return None if `text` is not one or has too many digits."""
-    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
 def resolve_run(run: Path | None) -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gptmini.cli.options import AsJson, Errors, argument, flag, option, parse_number
+from gptmini.cli.options import AsJson, Errors, argument, flag, option
 from gptmini.console import escape_control_characters, format_table, say, stream_to_stdout
 from gptmini.errors import DataError, shorten
 from gptmini.files import atomic_write_bytes, decode_utf8
@@ -80,26 +80,27 @@ def encode(
 @tokenizer_app.command()
 def decode(
     name: TokenizerName,
-    tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
+    tokens: list[int] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:
     """Print the text of tokens; a pipe or file gets the exact bytes."""
     from gptmini.tokenizer.load import find_tokenizer
 
     decoder = find_tokenizer(name)
     if tokens is None:
-        tokens = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
-    numbers = []
-    for word in tokens:
-        number = parse_number(word)
-        if number is None or number >= decoder.vocab_size:
+        words = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
+        try:
+            tokens = [int(word) for word in words]
+        except ValueError:
+            raise DataError("standard input: not only numbers; separate tokens by spaces") from None
+    for token in tokens:
+        if not 0 <= token < decoder.vocab_size:
             raise DataError(
-                f"{shorten(word)}: not a token; use numbers from 0 to {decoder.vocab_size - 1}"
+                f"{shorten(token)}: not a token; use numbers from 0 to {decoder.vocab_size - 1}"
             )
-        numbers.append(number)
     if sys.stdout.isatty():
-        stream_to_stdout([decoder.decode(numbers), "\n"])
+        stream_to_stdout([decoder.decode(tokens), "\n"])
     else:
-        spelled = b"".join(map(decoder.decode_token, numbers))
+        spelled = b"".join(map(decoder.decode_token, tokens))
         sys.stdout.buffer.write(spelled.removeprefix(b" " if decoder.drops_first_space else b""))
 
 

@@ -74,21 +74,8 @@ def test_masks_by_name():
 
     assert rows("causal") == ["x..", "xx.", "xxx"]
     assert rows("window:2") == ["x..", "xx.", ".xx"]
-    assert rows("strided:2") == ["x..", "xx.", "xxx"]
-    assert rows("global:1,1") == ["x..", "xx.", "x.x"]
-    assert rows("padding:1") == ["xx."] * 3
-    assert rows("padding:1,left") == [".xx"] * 3
-    assert rows("causal+padding:1") == ["x..", "xx.", "xx."]
-    assert rows("causal+padding:1,left") == ["...", ".x.", ".xx"]
-    assert rows("window:2+padding:1") == ["x..", "xx.", ".x."]
-    assert rows("cross:2,3") == ["xxx", "xxx"]
-    assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size
-    assert attention_maps.build_mask("cross:4,20").shape == (4, 20)
-    unknown = ["window:0", "window", "window:1,2", "strided:0", "global:2", "causal+x", "+"]
-    unknown += ["padding:3", "padding:1,middle", "x", "causal:3", "causal+cross:2,3"]
-    unknown += ["cross", "cross:2", "cross:0,2", "cross:2,4", "cross:1,2,3", "cross:a,2"]
-    for wrong in unknown:
-        with pytest.raises(ConfigError, match="use causal, window:N"):
+    for wrong in ("window:0", "window", "window:1,2", "x", "causal:3"):
+        with pytest.raises(ConfigError, match="use causal, or window:N"):
             attention_maps.build_mask(wrong, 3)
 
 
