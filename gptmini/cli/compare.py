@@ -11,7 +11,6 @@ from gptmini.cli.options import (
     Assignments,
     Cache,
     Data,
-    Errors,
     Steps,
     Threads,
     argument,
@@ -43,7 +42,6 @@ def compare(
         "PART",
         "Part of the text to compare on: validation, or test if data.test is set.",
     ),
-    errors: Errors = None,
     steps: Steps = None,
     minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
     threads: Threads = None,
@@ -69,7 +67,6 @@ def compare(
         only_for_training = train_options | {
             "--attention": attention,
             "--set": assignments,
-            "--errors": errors,
             "--seeds": seeds,
             "--data": data,
         }
@@ -78,7 +75,7 @@ def compare(
                 raise ConfigError(f"{label}: these runs are already trained; remove this option")
     variants = {}
     for kind, name in _list_variants(configs, attention):
-        config = build_config(name, data, errors, kind, train_options, assignments)
+        config = build_config(name, data, kind, train_options, assignments)
         variants[kind or name or "default"] = config
     if "-" in chain(*(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")

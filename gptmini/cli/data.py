@@ -4,16 +4,7 @@ from pathlib import Path
 
 import typer
 
-from gptmini.cli.options import (
-    Assignments,
-    Cache,
-    ConfigName,
-    Data,
-    Errors,
-    argument,
-    build_config,
-    option,
-)
+from gptmini.cli.options import Assignments, Cache, ConfigName, Data, argument, build_config, option
 from gptmini.files import DEFAULT_CACHE_DIR
 
 data_app = typer.Typer(help="Download and prepare texts.")
@@ -34,7 +25,6 @@ def fetch(
 def prepare(
     config: ConfigName = None,
     data: Data = None,
-    errors: Errors = None,
     assignments: Assignments = None,
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
@@ -44,6 +34,6 @@ def prepare(
     """
     from gptmini.data import corpus
 
-    settings = build_config(config, data, errors, assignments=assignments)
+    settings = build_config(config, data, assignments=assignments)
     prepared = corpus.prepare_corpus(settings, cache)
     print(prepared.format_summary(settings.tokenizer.kind))

@@ -58,7 +58,6 @@ _DATA_HELP = (
     "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
     "hf:OWNER/NAME[@REVISION][/GLOB]. Repeat to use several."
 )
-_ERRORS_HELP = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SET_HELP = (
     "Override a setting, such as train.lr=1e-3. Repeat to override several. gptmini settings "
     "lists all keys."
@@ -78,7 +77,6 @@ RunName = Annotated[
     Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST_RUN_HELP)
 ]
 Data = Annotated[list[str] | None, option(..., "PATH", _DATA_HELP)]
-Errors = Annotated[str | None, option(..., "MODE", _ERRORS_HELP, show_default="strict")]
 Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SET_HELP, "--set")]
 AttentionName = Annotated[str | None, option(..., "KIND", _ATTENTION_HELP)]
 Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
@@ -110,7 +108,6 @@ def parse_assignments(assignments: list[str] | None) -> list[tuple[str, tuple[st
 def build_config(
     name: str | None,
     data: list[str] | None = None,
-    errors: str | None = None,
     attention: str | None = None,
     train_options: dict[str, Any] | None = None,
     assignments: list[str] | None = None,
@@ -143,8 +140,6 @@ def build_config(
         overrides.append(("--data", ("data", "path"), data))
     if base is not None:
         overrides.append(("--from", ("base", "run"), str(base)))
-    if errors is not None:
-        overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
         label = f"--attention {shorten(attention)}"
         for key, value in load.parse_attention(attention, "--attention").items():

@@ -10,7 +10,6 @@ from gptmini.cli.options import (
     Cache,
     ConfigName,
     Data,
-    Errors,
     Minutes,
     Steps,
     build_config,
@@ -26,7 +25,6 @@ def size(
     config: ConfigName = None,
     data: Data = None,
     base: Base = None,
-    errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
     minutes: Minutes = None,
@@ -71,7 +69,7 @@ def size(
     if shard and ranks == 1:
         raise ConfigError("--shard: one rank has nothing to divide; add --ranks, or remove it")
     train_options = {"--steps": steps, "--minutes": minutes}
-    settings = build_config(config, data, errors, attention, train_options, assignments, base)
+    settings = build_config(config, data, attention, train_options, assignments, base)
     if base is not None:
         resolve_run(base)  # answers a wrong name with the nearest
     from gptmini.plan.report import estimate_training, format_report

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gptmini.cli.options import AsJson, Errors, argument, flag, option
+from gptmini.cli.options import AsJson, Assignments, argument, flag, option, parse_assignments
 from gptmini.console import escape_control_characters, format_table, say, stream_to_stdout
 from gptmini.errors import DataError, shorten
 from gptmini.files import atomic_write_bytes, decode_utf8
@@ -25,10 +25,7 @@ def train(
     data: list[str] = argument(..., "DATA", "Texts, as for gptmini train --data."),
     out: Path = option(..., "FILE", "The file to write; .json is added if missing."),
     vocab_size: int = option(4096, "N", "Number of tokens, including the 256 bytes."),
-    text_key: str = option(
-        "text", "NAME", "The field with the text in JSON lines, CSV and Parquet."
-    ),
-    errors: Errors = None,
+    assignments: Assignments = None,
 ) -> None:
     """Learn a byte-pair encoding from texts."""
     from gptmini.config import load
@@ -40,9 +37,8 @@ def train(
     config = load.load_config(
         None,
         [
+            *parse_assignments(assignments),
             ("DATA", ("data", "path"), data),
-            ("--text-key", ("data", "text_key"), text_key),
-            ("--errors", ("data", "errors"), errors or "strict"),
             ("", ("tokenizer", "kind"), "bpe"),
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),
         ],

@@ -14,7 +14,6 @@ from gptmini.cli.options import (
     Cache,
     ConfigName,
     Data,
-    Errors,
     Minutes,
     Steps,
     Threads,
@@ -38,7 +37,6 @@ def train(
     config: ConfigName = None,
     data: Data = None,
     base: Base = None,
-    errors: Errors = None,
     out: Path | None = option(
         None,
         "DIR",
@@ -70,7 +68,7 @@ def train(
     if resumed is not None and out == resumed:
         config = str(find_request(resumed))  # as if the command that began it were typed again
     train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
-    settings = build_config(config, data, errors, attention, train_options, assignments, base)
+    settings = build_config(config, data, attention, train_options, assignments, base)
     out = out or choose_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")

@@ -31,7 +31,7 @@ from gptmini.errors import (
 from gptmini.tokenizer.chat_template import Message
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, Place, TextChunk, find_boundary, split_text
 
-CONVERT_REMEDY = "convert it to UTF-8, or pass --errors replace"
+CONVERT_REMEDY = "convert it to UTF-8, or pass --set data.errors=replace"
 PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
 PYTHON_DOCS = "builtin:python-docs"
 SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
@@ -367,7 +367,7 @@ def _check_text(place: Place, key: str, text: Any, errors: str) -> str:
         if errors == "strict":
             raise DataError(
                 f"{place}: field {key!r} has half a character (a lone surrogate) at position "
-                f"{error.start}; fix it, or pass --errors replace"
+                f"{error.start}; fix it, or pass --set data.errors=replace"
             ) from None
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text

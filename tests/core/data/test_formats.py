@@ -130,7 +130,7 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.txt", b"x" * 100 + b"\xff", "a.txt: not UTF-8 at byte 100; .*--errors replace"),
+        ("a.txt", b"x" * 100 + b"\xff", "a.txt: not UTF-8 at byte 100; .*data.errors=replace"),
         ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "not UTF-8 at byte 13;"),
         (
             "a.txt",

@@ -40,7 +40,7 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
         assert len(compared) == 1, err
         ((variants, *found),) = compared
         assert (list(variants), *found) == (names, *rest), words
-    settings = ["--errors", "replace", "--steps", "7", "--set", "train.lr=0.5"]
+    settings = ["--set", "data.errors=replace", "--steps", "7", "--set", "train.lr=0.5"]
     gptmini("compare", *train, *settings, "--set", "data.test=0.1", "--split", "test")
     for config in compared[-1][0].values():
         assert (config.data.errors, config.train.steps, config.train.lr) == ("replace", 7, 0.5)
