@@ -151,7 +151,6 @@ def main() -> None:
 def _read_arguments() -> list[str]:
     """Return the words that were typed, without --debug; `gptmini help WORDS` asks for help too."""
     words = [word for word in sys.argv[1:] if word != "--debug"]
-    words = ["--help" if word == "-help" else word for word in words]
     if words[:1] == ["help"]:
         return [*words[1:], "--help"]
     return words
