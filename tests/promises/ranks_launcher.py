@@ -77,10 +77,7 @@ def signalled(rank: int, number: int, victim: int = 1) -> None:
 
 
 def killed(rank: int) -> None:
-    signalled(rank, signal.SIGKILL)
-
-
-def killed_first(rank: int) -> None:
+    """Rank 0 dies in its third update."""
     signalled(rank, signal.SIGKILL, victim=0)
 
 
@@ -100,7 +97,7 @@ def full(rank: int) -> None:
 
 def silent(rank: int) -> None:
     """Rank 1 hangs where rank 0 waits for what it has to say."""
-    ranks.FACTS_TIMEOUT_SECONDS = 20
+    ranks.FACTS_TIMEOUT_SECONDS = 8
     if rank == 1:
         save = loop.save_checkpoint
 
@@ -113,7 +110,7 @@ def silent(rank: int) -> None:
 
 def stuck(rank: int) -> None:
     """Rank 1 hangs in its third update, while rank 0 waits in a collective."""
-    ranks.COLLECTIVE_TIMEOUT_SECONDS = 20
+    ranks.COLLECTIVE_TIMEOUT_SECONDS = 8
     signalled(rank, signal.SIGSTOP)
 
 
@@ -155,7 +152,6 @@ FAULTS = {
         overflowing,
         seeded,
         killed,
-        killed_first,
         stopped,
         full,
         silent,

@@ -54,7 +54,7 @@ def train(tmp_path: Path) -> Callable[..., RunDirectory]:
 
 def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
     """The final weights and all metrics that do not depend on the clock."""
-    final = run.checkpoints / "step-00000006" / "model.safetensors"
+    final = run.checkpoints / f"step-{run.list_steps()[0]:08d}" / "model.safetensors"
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     for line in lines:
         del line["seconds"]
@@ -154,6 +154,8 @@ def lost(
 
 
 def test_a_power_cut_at_any_call_to_the_disk_loses_nothing(train, config, tmp_path, capsys):
+    """At the first checkpoint, and at one that removes another."""
+    config = config.with_train(steps=4, save_every=2, eval_every=2, keep=1)
     assert list(lost(train, config, 1, tmp_path)) == []
 
 
@@ -280,9 +282,17 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
 
 
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("where", ["train_step", "evaluate", "save_checkpoint"])
-def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("train_step", "SIGHUP"),
+        ("train_step", "SIGTERM"),
+        ("train_step", "SIGINT"),
+        ("evaluate", "SIGTERM"),
+        ("save_checkpoint", "SIGTERM"),
+    ],
+)
+def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, where, name):
     whole = result(train(config, "whole"))
     number = getattr(signal, name)
     shown_name = name.replace("SIGINT", "Ctrl-C")
@@ -321,47 +331,30 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypat
         signal.signal(signal.SIGHUP, before)
 
 
-def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkeypatch):
+def test_sigusr1_saves_one_checkpoint_and_training_continues(train, config, monkeypatch):
+    """Asked for in the third update, and once more while that is saved."""
+    config = config.with_train(save_every=6, eval_every=6)
     whole = result(train(config, "whole"))
     save = loop.save_checkpoint
     saved = []
 
     def note(training: Any) -> None:
         saved.append(training.step)
-        if training.step == 2:
+        if training.step == 3:
             os.kill(os.getpid(), signal.SIGUSR1)
         save(training)
 
     update = loop.train_step
 
     def ask(training: Any) -> Any:
-        if training.step == 4:
+        if training.step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
         return update(training)
 
     monkeypatch.setattr(loop, "save_checkpoint", note)
     monkeypatch.setattr(loop, "train_step", ask)
     assert result(train(config)) == whole
-    assert 5 in saved
-
-
-def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
-    config = config.with_train(save_every=6, eval_every=6)
-    save = loop.save_checkpoint
-    update = loop.train_step
-    saved = []
-
-    def ask(training: Any) -> Any:
-        if training.step == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return update(training)
-
-    monkeypatch.setattr(
-        loop, "save_checkpoint", lambda training: (saved.append(training.step), save(training))
-    )
-    monkeypatch.setattr(loop, "train_step", ask)
-    train(config)
-    assert saved == [3, 6]
+    assert saved == [3, 4, 6]
 
 
 def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys):
@@ -381,7 +374,7 @@ def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys
 
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    max_examples=40,
+    max_examples=20,
 )
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8))
 def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path, history):
@@ -447,7 +440,7 @@ def test_no_file_can_run_code(gptmini, train, config, text_file: Path, tmp_path:
 
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    max_examples=200,
+    max_examples=60,
 )
 @given(data=st.data())
 def test_no_configuration_makes_us_crash(tmp_path: Path, data):
@@ -517,7 +510,7 @@ def test_a_run_can_be_read_while_it_is_written(train, config, tmp_path):
     assert read > 5
 
 
-@pytest.mark.parametrize("name", ["with space", "ünïcode 東", "new\nline", "-x", "a" * 200])
+@pytest.mark.parametrize("name", ["-x ünï 東\n", "a" * 200])
 def test_runs_may_have_any_name(train, config, name):
     assert train(config, name).list_steps()[0] == 6
 

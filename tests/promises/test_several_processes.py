@@ -119,12 +119,12 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(train, optimizer, numbers
         assert losses(one) == losses(several)
 
 
-@pytest.mark.parametrize(("reduce", "n_ranks"), [("exact", 4), ("fast", 2)])
+@pytest.mark.parametrize(("reduce", "n_ranks"), [("exact", 4), ("fast", 3)])
 def test_ranks_whose_rows_have_unequal_answers_train_as_one(start_ranks, tmp_path, reduce, n_ranks):
     base = run_of(tmp_path / "base", CHAT_TOKENIZER)
     chats = tmp_path / "chats.jsonl"
     chats.write_text(uneven_chats())
-    changes = {"batch_size": 4, "seq_len": 16, "dtype": "float32", "reduce": reduce}
+    changes = {"batch_size": 12, "seq_len": 16, "dtype": "float32", "reduce": reduce}
     settings = {"model": {"dropout": 0.1}, "train": SETTINGS["train"] | changes}
     runs = []
     for size in (1, n_ranks):
@@ -163,15 +163,6 @@ def test_a_run_continues_on_more_ranks_than_it_has_micro_batches(train):
     assert run.load_config().train.micro_batch_size == 4
 
 
-def test_fast_reduction_agrees_but_for_rounding_on_any_number_of_ranks(train):
-    settings = {"batch_size": 6, "dtype": "float32", "reduce": "fast"}
-    one, *_ = train(1, "one", model={"dropout": 0}, train=settings)
-    three, codes, _ = train(3, "three", model={"dropout": 0}, train=settings)
-    assert codes == [0, 0, 0]
-    for ours, theirs in zip(losses(one), losses(three), strict=True):
-        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
-
-
 def test_only_rank_0_writes_into_the_run(train, tmp_path):
     _, codes, said = train(2, fault="watched")
     assert codes == [0, 0]
@@ -179,13 +170,12 @@ def test_only_rank_0_writes_into_the_run(train, tmp_path):
     assert not [path for path in written if str(tmp_path / "run") in path]
 
 
-@pytest.mark.parametrize(("fault", "codes"), [("killed", [7, -9]), ("killed_first", [-9, 7])])
-def test_a_rank_that_dies_ends_the_others(train, fault, codes):
+def test_a_rank_that_dies_ends_the_others(train):
     """And torchrun, below, starts them again."""
-    run, ended, said = train(2, fault=fault)
-    assert ended == codes
+    run, codes, said = train(2, fault="killed")
+    assert codes == [-9, 7]
     (line,) = errors(said)
-    assert line.startswith(f"gptmini: rank {codes.index(7)}: ")
+    assert line.startswith("gptmini: rank 1: ")
     assert run.list_steps() == [2]
 
 
@@ -216,20 +206,19 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(train):
     assert run.list_steps() == [2]
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_an_overflow_on_one_rank_makes_all_repeat_the_step_at_the_same_scale(train, shard):
-    changes = {"dtype": "float16", "micro_batch_size": 2, "shard": shard}
-    changes["reduce"] = "fast" if shard else "exact"
-    one, *_ = train(1, "one", train=changes)
-    run, codes, said = train(2, fault="overflowing", train=changes)
-    assert codes == [0, 0]
-    assert said.count("step 2: gradients overflow float16; again with") == 1
-    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    assert [line["loss_scale"] for line in lines] == [2**16, 2**15, 2**15, 2**15]
-    expected = losses(one)
-    for line, loss in zip(lines, expected, strict=True):
-        assert line["train_loss"] == pytest.approx(loss["train_loss"], abs=1e-3)
-        assert line["grad_norm"] == pytest.approx(loss["grad_norm"], rel=1e-2)
+def test_an_overflow_on_one_rank_makes_all_repeat_the_step_at_the_same_scale(train):
+    half = {"dtype": "float16", "micro_batch_size": 2}
+    one, *_ = train(1, "one", train=half)
+    for name, sums in (("whole", {"reduce": "exact"}), ("sharded", {"reduce": "fast"})):
+        changes = half | sums | {"shard": name == "sharded"}
+        run, codes, said = train(2, name, fault="overflowing", train=changes)
+        assert codes == [0, 0]
+        assert said.count("step 2: gradients overflow float16; again with") == 1
+        lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+        assert [line["loss_scale"] for line in lines] == [2**16, 2**15, 2**15, 2**15]
+        for line, loss in zip(lines, losses(one), strict=True):
+            assert line["train_loss"] == pytest.approx(loss["train_loss"], abs=1e-3)
+            assert line["grad_norm"] == pytest.approx(loss["grad_norm"], rel=1e-2)
 
 
 def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
@@ -255,19 +244,11 @@ def test_a_full_disk_on_rank_0_ends_all_with_its_line(train):
     assert "could not save step 2 (no space left on device)" in line
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"lr": "1e-{rank}"}, "rank 1: train.lr is 0.1, on rank 0 1.0; start all ranks"),
-        ({"batch_size": 9}, "train.batch_size: 9 rows do not divide among 2 processes"),
-        ({"micro_batch_size": 8}, "train.micro_batch_size: 8 does not divide the 4 rows of each"),
-    ],
-)
-def test_ranks_that_cannot_train_together_are_refused(train, settings, reason):
-    _, codes, said = train(2, train=settings)
-    assert codes in ([7, 7], [2, 2])
+def test_ranks_with_other_settings_are_refused(train):
+    _, codes, said = train(2, train={"lr": "1e-{rank}"})
+    assert codes == [7, 7]
     (line,) = errors(said)
-    assert reason in line
+    assert "rank 1: train.lr is 0.1, on rank 0 1.0; start all ranks" in line
 
 
 def test_ranks_with_another_text_are_refused(train):

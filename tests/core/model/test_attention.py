@@ -226,7 +226,7 @@ TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.05)}
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "flash"])
-@pytest.mark.parametrize("window", [None, 1, 3, 99])
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
 def test_the_module_equals_the_written_out_mechanism(variant, position, window, backend, dtype):

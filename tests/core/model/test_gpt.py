@@ -25,19 +25,17 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-# All but a quarter of them: each of the others leaves one position out, in turn.
+# With one position each, in turn.
 COMBINATIONS = [
-    (variant, position, norm, activation)
-    for left_out, (variant, norm, activation) in enumerate(
+    (*combination, POSITIONS[place % len(POSITIONS)])
+    for place, combination in enumerate(
         itertools.product(["mha", "gqa", "mqa"], NORMS, ACTIVATIONS)
     )
-    for place, position in enumerate(POSITIONS)
-    if place != left_out % len(POSITIONS)
 ]
 
 
-@pytest.mark.parametrize(("variant", "position", "norm", "activation"), COMBINATIONS)
-def test_every_combination_learns_is_causal_and_caches(variant, position, norm, activation):
+@pytest.mark.parametrize(("variant", "norm", "activation", "position"), COMBINATIONS)
+def test_every_combination_learns_is_causal_and_caches(variant, norm, activation, position):
     torch.manual_seed(0)
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
     tied = activation == "gelu"
@@ -192,27 +190,6 @@ def test_the_model_is_its_formulas(
             torch.testing.assert_close(found[row].double(), expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-def test_every_position_but_none_tells_the_order_of_earlier_tokens(position):
-    """Without positions a single layer reads what was before as a set."""
-    torch.manual_seed(0)
-    model = make(position=position, n_layer=1).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) / 5)
-        in_order, shuffled = model(torch.tensor([[1, 2, 3, 4, 5], [4, 2, 1, 3, 5]]))[:, -1]
-    same = torch.allclose(in_order, shuffled, atol=1e-5)
-    assert same == (position == "none")
-
-
-def test_a_plain_block_adds_attention_and_feed_forward_to_its_input():
-    """Even where a branch gives nothing, its input passes."""
-    block, x = make(norm="rmsnorm").blocks[0], torch.randn(2, 5, 32)
-    for module in (block.attn.o_proj, block.mlp.down_proj):
-        nn.init.zeros_(module.weight)
-    assert torch.equal(block(x, None, None), x)
-
-
 @pytest.mark.parametrize("kind", ["dropout", "weights"])
 def test_dropout_acts_in_training_only(kind):
     """Of embeddings and residual branches, and of attention weights."""
@@ -307,18 +284,6 @@ def test_a_windowed_layer_caches_its_window_only():
     model = make(attention={"window": 3, "full_every": 2}, n_layer=4)
     cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
     assert [layer.size for layer in cache.layers] == [3, 12, 3, 12]
-
-
-def test_a_window_hides_older_tokens():
-    torch.manual_seed(0)
-    model = make(attention={"window": 3}, n_layer=2).eval()
-    tokens = torch.randint(11, (1, 12))
-    other = tokens.clone()
-    other[0, 0] = (other[0, 0] + 1) % 11
-    with torch.no_grad():
-        changed = (model(tokens) - model(other)).abs().amax(dim=-1)[0] > 1e-6
-    # two layers of window 3 reach four positions back
-    assert changed.tolist() == [True] * 5 + [False] * 7
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -468,13 +433,6 @@ def test_weights_are_drawn_by_role():
         assert found == pytest.approx([expected] * len(found), rel=0.05)
 
 
-def test_the_head_size_is_independent_of_the_width():
-    model = make(d_model=20, n_head=3, head_dim=8)
-    assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 11)
-
-
-def test_a_missing_vocabulary_and_too_many_positions_are_errors():
+def test_a_missing_vocabulary_is_an_error():
     with pytest.raises(ConfigError, match="vocab_size"):
         GPT(ModelConfig())
-    with pytest.raises(ValueError, match="13 positions in a context of 12"):
-        make()(torch.zeros(1, 13, dtype=torch.long))

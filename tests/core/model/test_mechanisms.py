@@ -1,10 +1,6 @@
 """The written-out mechanisms: golden values, and the equalities between them."""
 
-import json
 import math
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -186,18 +182,3 @@ def test_latent_attention_is_one_key_and_value_head_for_all_on_cached_latent_row
     rows = latent[:, None]  # (B, 1, T, R + P)
     stepwise = m.stepwise_attention(absorbed, rows, rows[..., :R]) @ w_v
     torch.testing.assert_close(mixed, stepwise, rtol=1e-4, atol=1e-4)
-
-
-def test_the_page_says_how_to_play_with_it():
-    """Each word of three is nearest to itself: weights e / (e + 2) and 1 / (e + 2)."""
-    command, expression = re.findall("`(python [^`]+|[^`]+[)])`", str(m.__doc__))
-    done = subprocess.run(
-        [sys.executable, *command.split()[1:]],
-        input=f"print({expression}.tolist())\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    near, far = math.e / (math.e + 2), 1 / (math.e + 2)
-    rows = torch.tensor(json.loads(done.stdout))
-    torch.testing.assert_close(rows, far + (near - far) * torch.eye(3))

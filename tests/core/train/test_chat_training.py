@@ -217,26 +217,3 @@ def test_the_command_says_how_to_ask(base, chats, gptmini):
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(bad), *small)
     assert code == 3
     assert "bad.jsonl:61: messages: no assistant message" in said
-
-
-@pytest.mark.parametrize("device", ["cpu", "accelerator"])
-def test_ignored_targets_add_nothing(base, device, monkeypatch):
-    """On accelerators, head and loss are one."""
-    monkeypatch.setattr("gptmini.model.gpt.joins_head_and_loss", lambda _: device != "cpu")
-    tokens = torch.randint(300, (3, 20))
-    targets = torch.randint(300, (3, 20))
-    targets[0, :7] = targets[2] = IGNORE_INDEX
-    loss = base.model(tokens, targets) * targets.numel()
-    kept = targets != IGNORE_INDEX
-    logits = base.model(tokens)
-    expected = F.cross_entropy(logits[kept], targets[kept], reduction="sum")
-    torch.testing.assert_close(loss, expected)
-    names = [name for name, _ in base.model.named_parameters()]
-    parameters = list(base.model.parameters())
-    pairs = zip(
-        torch.autograd.grad(loss, parameters),
-        torch.autograd.grad(expected, parameters),
-        strict=True,
-    )
-    for name, (ours, right) in zip(names, pairs, strict=True):
-        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4, msg=name)

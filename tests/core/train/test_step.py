@@ -49,8 +49,7 @@ def finish(config: Config, out: Path) -> tuple[list[dict[str, Any]], dict[str, t
     return metrics, safetensors.torch.load_file(newest / "model.safetensors")
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("grad_clip", [1e9, 0.01])
+@pytest.mark.parametrize(("optimizer", "grad_clip"), [("muon", 1e9), ("adamw", 0.01)])
 def test_float16_follows_float32(text_file, tmp_path, optimizer, grad_clip):
     runs = []
     for dtype in ("float16", "float32"):
@@ -100,8 +99,7 @@ def test_a_step_that_overflows_is_made_again_at_half_the_scale(start, capsys):
         torch.testing.assert_close(ends[1][name], tensor, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("updates", [1, 3, 4])
-def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypatch, updates):
+def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypatch):
     """The scale doubles after every second step, and overflows now and then."""
     monkeypatch.setattr(step, "LOSS_SCALE_INTERVAL", 2)
     monkeypatch.setattr(build, "FIRST_LOSS_SCALE", 2.0**17)
@@ -110,7 +108,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypat
     update = loop.train_step
 
     def stopping(training: Training) -> dict[str, Any]:
-        if training.step == updates:
+        if training.step == 3:
             raise KeyboardInterrupt
         return update(training)
 

@@ -24,8 +24,8 @@ class Recording(Ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(10, 35), (3, 7), (16, 35), (16, 32), (22, 44), (33, 77)])
-@pytest.mark.parametrize("count", [1, 4, 8, 9])
+@pytest.mark.parametrize("shape", [(10, 35), (16, 32), (33, 77)])
+@pytest.mark.parametrize("count", [4, 9])
 def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, count):
     """Kernels may round otherwise for one matrix than for several, and by its alignment."""
     generator = torch.Generator().manual_seed(0)
