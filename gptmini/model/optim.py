@@ -170,10 +170,6 @@ def _add_updates(matrices: list[Tensor], updates: Tensor, lr: float) -> None:
             torch._foreach_add_(chosen, chosen_updates, alpha=-lr * scale)
 
 
-# The tensors that each optimizer keeps for a parameter.
-STATE_KEYS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
-
-
 class Optimizer:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
@@ -259,15 +255,6 @@ class Optimizer:
             for parameter, tensors in optimizer.state.items()
             for key, tensor in tensors.items()
             if isinstance(tensor, Tensor)
-        }
-
-    def expected_state_dict(self) -> dict[str, Tensor]:
-        """Return tensors with the names and shapes of `state_dict` after the first update."""
-        return {
-            f"{self.names[parameter]}/{key}": torch.zeros(()) if key == "step" else parameter
-            for optimizer in self.optimizers
-            for parameter in _list_parameters(optimizer)
-            for key in STATE_KEYS[type(optimizer)]
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:

@@ -122,9 +122,6 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
     _load_weights(training, checkpoint, run.checkpoints)
     optimizer = group.scatter(checkpoint.optimizer)
     if optimizer:  # there is none before the first update, or of a loop of one's own
-        if training.own.optimizer is None:
-            expected = training.optimizer.expected_state_dict()
-            group.on_rank_zero(lambda: check_shapes(optimizer, expected, run.checkpoints))
         training.optimizer.load_state_dict(optimizer)
     _note_environment(training, existing, saved)
     training.progress = saved
