@@ -52,16 +52,6 @@ def _check_heads(run: Run, config: Config) -> None:
             f"--attention: {run.path} has {before} KV heads, which do not pool into {after}; "
             f"choose one of {divisors}"
         )
-    # Names may differ: gqa:2 of two heads is mha, and a window of the whole context is none.
-    layers = range(config.model.n_layer)
-    same_windows = all(
-        config.model.get_cache_length(layer) == run.config.model.get_cache_length(layer)
-        for layer in layers
-    )
-    if before == after and same_windows:
-        raise ConfigError(
-            f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
-        )
 
 
 def _build_uptraining_config(

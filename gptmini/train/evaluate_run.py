@@ -59,11 +59,6 @@ def load_text(run: Run, data: list[str], cache: Path) -> list[TokenFile]:
     return [prepare_text(settings, run.tokenizer, cache)]
 
 
-def load_held_out(run: Run, cache: Path, split: Split = "validation") -> list[TokenFile]:
-    """Return a held-out part of a run's text; DataError if the text has changed since training."""
-    return get_held_out(load_corpus(run, cache, split), split)
-
-
 def load_corpus(run: Run, cache: Path, split: Split = "validation") -> Corpus:
     """Return the text of a run; DataError if it has changed since training, or lacks the part."""
     if "-" in run.config.data.path:

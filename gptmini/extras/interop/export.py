@@ -28,7 +28,7 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import create_undrawn
 from gptmini.tokenizer.foreign import SPACE
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
-from gptmini.train.evaluate_run import load_held_out
+from gptmini.train.evaluate_run import load_corpus
 
 # Largest difference of logits, as a share of the largest logit. Folding and float32's rounding make
 # up to 4e-6, a rotary base of 10001 instead of 10000 makes 3e-5.
@@ -209,7 +209,7 @@ def choose_tokens(run: Run, cache: Path) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(run.tokenizer.vocab_size, (2, length), generator=generator)
     try:
-        held_out = load_held_out(run, cache)[0]
+        held_out = load_corpus(run, cache).validation[0]
         numbers = held_out.read(0, min(length, len(held_out)))
         text = torch.from_numpy(numbers.astype("int64"))
     except GptminiError:  # an imported run has none, and a text may have changed since

@@ -26,7 +26,7 @@ from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.byte_level import KNOWN_PATTERNS
 from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.evaluate_run import load_held_out
+from gptmini.train.evaluate_run import load_corpus
 
 FOLDER = Path(__file__).parent
 PAGE_SCRIPTS = (  # in this order
@@ -113,7 +113,7 @@ def build_page(
 def find_opening(run: Run) -> str:
     """Find about OPENING_LENGTH characters of held-out text; "" where that is not there."""
     try:
-        held_out = load_held_out(run, run.cache)[0]
+        held_out = load_corpus(run, run.cache).validation[0]
     except GptminiError:  # an imported run has none, and a text may have changed since
         return ""
     tokens = held_out.read(0, min(OPENING_TOKENS, len(held_out)))

@@ -26,8 +26,5 @@ def test_convert_prints_the_command_that_trains_further(trained):
     assert "4 heads / 2 KV heads (GQA)" in err
     code, _, err = trained("convert", "runs/a", "--attention", "window:8")
     assert (code, "runs/a-window8: window none -> 8, from step 4" in err) == (0, True)
-    code, _, err = trained("convert", "runs/a", "--attention", "mha")
-    assert (code, "--attention: runs/a has this attention already" in err) == (2, True)
-    assert not Path("runs/a-mha").exists()
     code, _, err = trained("convert", "runs/a")
     assert (code, "--attention: missing" in err) == (2, True)

@@ -22,7 +22,7 @@ from gptmini.plan import minutes, reconcile
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import convert, loop
-from gptmini.train.evaluate_run import evaluate_run, load_held_out
+from gptmini.train.evaluate_run import evaluate_run, load_corpus
 from tests.support import SMALL, new_cache, tiny
 from tests.support import train as begin_training
 
@@ -111,10 +111,9 @@ def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
 def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, requested, tune, tmp_path, capsys):
     run = tune(on(base, Path(requested.data.path[0]), train={**STEPS, "dtype": "float32"}))
     first, *rest = (json.loads(line) for line in run.metrics_file.read_text().splitlines())
-    text = load_held_out(
-        load_run(run.path, "cpu", "float32", tmp_path / "cache"), tmp_path / "cache"
-    )
-    expected = evaluate_run(load_run(base.path, "cpu", "float32", tmp_path / "cache"), text)
+    cache = tmp_path / "cache"
+    text = load_corpus(load_run(run.path, "cpu", "float32", cache), cache).validation
+    expected = evaluate_run(load_run(base.path, "cpu", "float32", cache), text)
     assert (first["step"], first["tokens"]) == (0, 0)
     assert first["val_loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert first["val_bpb"] == pytest.approx(expected.bits_per_byte, rel=1e-5)

@@ -103,11 +103,3 @@ def test_conversions_that_cannot_work_are_refused(trained, tmp_path):
         convert.convert_run(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b")
     with pytest.raises(ConfigError, match="already exists"):
         convert.convert_run(trained, half, None, tmp_path / "half")
-
-
-def test_a_conversion_that_changes_nothing_is_refused(trained, tmp_path):
-    heads = trained.config.model.n_head
-    for same in ({"variant": "gqa", "n_kv_head": heads}, {"window": 99_999}):
-        with pytest.raises(ConfigError, match="has this attention already"):
-            convert.convert_run(trained, same, None, tmp_path / "same")
-    assert not (tmp_path / "same").exists()

@@ -11,7 +11,7 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.evaluate_run import evaluate_run, load_held_out, load_text
+from gptmini.train.evaluate_run import evaluate_run, load_corpus, load_text
 from tests.support import gpt2, new_cache, tiny, train
 
 TEXT = "héllo wörld, 東京! \n" * 60
@@ -97,7 +97,7 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     exact = tiny(data={"path": str(text_file)}, train={"dtype": "float32"})
     train(exact, tmp_path / "run", cache)
     run = load_run(tmp_path / "run", "cpu", "float32", cache)
-    (text,) = load_held_out(run, cache)
+    (text,) = load_corpus(run, cache).validation
     whole = text_file.read_text()
     tail = run.tokenizer.decode(text.read(0, len(text)).tolist())
     assert whole.endswith(tail)
@@ -108,7 +108,7 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     assert found.tokens.sum() == len(text) - 1
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
-        load_held_out(run, cache)
+        load_corpus(run, cache)
 
 
 def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
@@ -117,17 +117,17 @@ def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
     files = set(cache.glob("*.bin"))
     assert len(files) == 2
     run = load_run(tmp_path / "run", "cpu", "float32", cache)
-    (text,) = load_held_out(run, cache, "test")
+    (text,) = load_corpus(run, cache, "test").test
     assert text.path not in files
     whole = text_file.read_text()
-    (tail,) = load_held_out(run, cache)
+    (tail,) = load_corpus(run, cache).validation
     parts = [run.tokenizer.decode(part.read(0, len(part)).tolist()) for part in (text, tail)]
     assert whole.endswith("".join(parts))
     assert len(parts[0]) == pytest.approx(len(whole) / 5, abs=10)
     train(tiny(data={"path": str(text_file)}), tmp_path / "other", cache)
     other = load_run(tmp_path / "other", "cpu", "float32", cache)
     with pytest.raises(DataError, match=r"other: has no test part; .*data.test"):
-        load_held_out(other, cache, "test")
+        load_corpus(other, cache, "test")
 
 
 def test_windows_are_as_long_as_in_training(text, tmp_path):
@@ -141,4 +141,4 @@ def test_a_run_trained_on_standard_input_has_no_held_out_text(tmp_path):
     run = run_of(constant_model(torch.zeros(257)), create_tokenizer("byte", None, ()))
     run.config = tiny(data={"path": "-"})
     with pytest.raises(DataError, match="was trained on standard input"):
-        load_held_out(run, tmp_path)
+        load_corpus(run, tmp_path)

@@ -26,7 +26,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.train import convert
-from gptmini.train.evaluate_run import evaluate_run, load_held_out, load_text
+from gptmini.train.evaluate_run import evaluate_run, load_corpus, load_text
 from tests.samples import TEMPLATE, run_of, thinking_tokenizer, write_tokenizer_json
 from tests.support import new_cache, prose, run_command
 
@@ -135,7 +135,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     spans = load_text(imported, [str(tmp_path / "text.txt")], cache)
     assert evaluate_run(imported, spans).loss > 1
     with pytest.raises(DataError, match="has no record of a text; give one with --data"):
-        load_held_out(imported, cache)
+        load_corpus(imported, cache)
     convert.convert_run(imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa")
     converted = load_run(tmp_path / "mqa", "cpu", "float32", cache)
     assert converted.config.model.n_kv_head == 1

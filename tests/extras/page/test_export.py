@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from gptmini.extras.page.export import build_page
 from gptmini.generate.run import load_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from gptmini.train.evaluate_run import load_held_out
+from gptmini.train.evaluate_run import load_corpus
 from tests.extras.page.samples import random_run
 from tests.samples import run_of
 from tests.support import HOSTILE, bpe_file
@@ -98,17 +99,16 @@ def test_a_page_opens_on_held_out_text(gptmini, run, visit, monkeypatch):
     trained = load_run(Path(run), "cpu", "float32")
     tab = visit(Path("page.html").read_bytes())
     opening = tab.evaluate("getText()")
-    held_out = load_held_out(trained, trained.cache)[0]
+    held_out = load_corpus(trained, trained.cache).validation[0]
     text = trained.tokenizer.decode(held_out.read(0, len(held_out)).tolist())
     assert opening in text
     assert export.OPENING_LENGTH // 2 < len(opening) <= export.OPENING_LENGTH
     assert "never read it" in tab.locator("#top").inner_text()
-    monkeypatch.setattr(
-        export, "load_held_out", lambda run, cache: [Tokens("wn.\n\nOne.\n\n" + SEA)]
-    )
-    assert export.find_opening(random_run()) == SEA.removesuffix(" and the")
-    monkeypatch.setattr(export, "load_held_out", lambda *_: [Tokens("short")])
-    assert export.find_opening(random_run()) == "short"
+    texts = {"wn.\n\nOne.\n\n" + SEA: SEA.removesuffix(" and the"), "short": "short"}
+    for text, expected in texts.items():
+        corpus = SimpleNamespace(validation=[Tokens(text)])
+        monkeypatch.setattr(export, "load_corpus", lambda *_, corpus=corpus: corpus)
+        assert export.find_opening(random_run()) == expected
 
 
 SEA = (
