@@ -16,7 +16,7 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedErro
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
 from gptmini.runs.tensors import check_shapes, find_infinite
-from gptmini.train.messages import describe_divergence, say_if_rate_rises
+from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
 # What the last bit of a result depends on: where the run is made, and two settings that may change.
@@ -115,7 +115,6 @@ def save_checkpoint(training: Training) -> None:
 
 def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> None:
     """Load a checkpoint's weights, optimizer state and progress, and tidy the others."""
-    config = training.config
     run = training.run
     group = training.group
     saved = _read_progress(training, checkpoint)
@@ -128,14 +127,12 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
     training.saved_step = saved.step
     training.last_logged = (saved.step, saved.seconds)
     training.started -= saved.elapsed
-    if training.own.schedule is None:
-        say_if_rate_rises(existing, config, saved.step)
 
     def tidy() -> None:
         run.set_aside_after(saved.step)  # they are damaged, since this one was found
         run.write_best(saved.best)
         # A kill may have come between writing a checkpoint and deleting the old ones.
-        run.prune(saved.best, config.train.keep)
+        run.prune(saved.best, training.config.train.keep)
 
     group.on_rank_zero(tidy)
 

@@ -30,7 +30,6 @@ from gptmini.train.group import SINGLE_PROCESS, Group
 from gptmini.train.kept_losses import write_losses
 from gptmini.train.messages import (
     describe_divergence,
-    describe_finished,
     describe_how_to_continue,
     describe_stopped,
     report_spike,
@@ -60,14 +59,15 @@ def train(
     with training.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
         create_or_resume(training, plan.request.existing)
         if _is_finished(training):
-            say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
+            finished = f"already finished at step {training.step:,}"
+            say(f"{out}: {finished}; {describe_how_to_continue(training)}")
             return None
         say_header_lines(training)
         weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
         # A checkpoint holds the weights and up to two moments of each in the optimizer.
         group.on_rank_zero(lambda: run.check_space(3 * weight_bytes))
         log = RunLog(run.path, training.config, training.step) if group.rank == 0 else NoLog()
-        bar = TrainingProgressBar(training.step, training.config.train.steps, training.end)
+        bar = TrainingProgressBar(training.step, training.config.train.steps)
         try:
             with machine.catch_signals() as received:
                 if training.step == 0 and training.config.base.run is not None:

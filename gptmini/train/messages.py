@@ -5,7 +5,6 @@ import statistics
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, format_count, say, warn
-from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.train.state import Training
@@ -126,14 +125,6 @@ def _describe_length(training: Training) -> str:
     return line
 
 
-def describe_finished(training: Training) -> str:
-    """Return what to say of a run that has nothing left to do."""
-    steps = training.config.train.steps
-    if training.step > steps and not training.steps_follow_minutes:
-        return f"already has {training.step:,} steps, more than --steps {steps:,}"
-    return f"already finished at step {training.step:,}"
-
-
 def describe_how_to_continue(training: Training) -> str:
     """Return how to train a run on that is finished or has stopped improving."""
     settings = training.config.train
@@ -187,19 +178,3 @@ def _describe_windows(training: Training, step: int) -> str:
     if len(starts) > SHOWN_WINDOWS:
         starts = [*starts[:SHOWN_WINDOWS], "..."]
     return f"the windows at tokens {', '.join(starts)}"
-
-
-def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
-    """Say why the learning rate rises again when a run is resumed for more steps than before."""
-    steps_before = existing.train.steps
-    steps = config.train.steps
-    if step == 0 or steps <= steps_before or step < config.train.warmup_steps:
-        return
-    before = compute_learning_rate(existing.train, step - 1)
-    now = compute_learning_rate(config.train, step)
-    if now > before:
-        say(
-            f"  rate      rises again, from {before:.1e} to {now:.1e}: it is cooled down over the "
-            f"last {get_cooldown_steps(config.train):,} of {format_count(steps, 'step')}, no "
-            f"longer of {steps_before:,}"
-        )

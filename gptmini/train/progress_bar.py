@@ -1,6 +1,5 @@
 """What one sees while a run trains: a bar on a terminal, lines elsewhere."""
 
-import math
 import time
 from typing import Any
 
@@ -13,14 +12,11 @@ class TrainingProgressBar:
     """Show the progress of training: a bar on a terminal, otherwise lines.
 
     Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
-
-    `end` is when the minutes end, a time of time.perf_counter().
     """
 
-    def __init__(self, step: int, steps: int, end: float = math.inf) -> None:
+    def __init__(self, step: int, steps: int) -> None:
         self._step = step
         self._steps = steps
-        self._end = end
         self._first_step = step  # of this command
         self._started = time.perf_counter()
         self._loss = ""
@@ -76,7 +72,6 @@ class TrainingProgressBar:
         completed = self._step - self._first_step
         if completed == 0 or self._step >= self._steps:
             return line
-        now = time.perf_counter()
-        seconds_per_step = (now - self._started) / completed
-        seconds_left = min(seconds_per_step * (self._steps - self._step), self._end - now)
-        return f"{line}  {format_duration(max(0, seconds_left))} left"
+        seconds_per_step = (time.perf_counter() - self._started) / completed
+        seconds_left = seconds_per_step * (self._steps - self._step)
+        return f"{line}  {format_duration(seconds_left)} left"

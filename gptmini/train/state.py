@@ -5,7 +5,6 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack
@@ -105,14 +104,6 @@ class Training:
     def elapsed(self) -> float:
         """Seconds the run has taken in all commands, with everything around the updates."""
         return time.perf_counter() - self.started
-
-    @property
-    def end(self) -> float:
-        """When the minutes that the steps follow end, a time of time.perf_counter()."""
-        minutes = self.config.train.minutes
-        if minutes is None or not self.steps_follow_minutes:
-            return math.inf
-        return self.started + 60 * minutes
 
     def enter_inference(self) -> AbstractContextManager[object]:
         """Enter a context for forward passes outside of a training step.

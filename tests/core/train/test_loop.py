@@ -18,7 +18,6 @@ from gptmini.errors import ConfigError, DataError, DivergedError
 from gptmini.generate.run import Run
 from gptmini.machine import catch_signals
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import recipe
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
@@ -180,32 +179,14 @@ def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     train(config)
     shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     assert train(shorter).load_config().train.steps == 6
-    err = capsys.readouterr().err
-    assert err.endswith(
-        "run: already has 6 steps, more than --steps 2; pass a larger --steps to train longer\n"
-    )
     train(config)
     err = capsys.readouterr().err
-    assert "run: already finished at step 6; pass a larger --steps" in err
+    assert err.count("run: already finished at step 6; pass a larger --steps to train longer") == 2
     assert "resuming" not in err
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     run = train(longer)
     assert run.list_steps()[0] == 9
     assert run.load_config().train.steps == 9
-
-
-def test_a_learning_rate_that_rises_again_is_explained(train, config, capsys):
-    train(config.with_train(steps=6))
-    assert "  rate  " not in capsys.readouterr().err
-    train(config.with_train(steps=9))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "  rate  " in line]
-    before = compute_learning_rate(config.with_train(steps=6).train, 5)
-    now = compute_learning_rate(config.with_train(steps=9).train, 6)
-    assert f"rises again, from {before:.1e} to {now:.1e}: it is cooled down over the last" in line
-    assert line.endswith("of 9 steps, no longer of 6")
-    logged = [line["lr"] for line in metrics(train(config.with_train(steps=9)))]
-    assert logged[5:7] == pytest.approx([before, now])
-    assert "  rate  " not in capsys.readouterr().err
 
 
 def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):

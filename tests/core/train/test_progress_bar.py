@@ -1,6 +1,5 @@
 """What people see while a run trains."""
 
-import math
 import re
 import time
 
@@ -38,20 +37,18 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
     ]
 
 
-def test_the_time_left_follows_the_plan_and_ends_with_the_minutes(clock, capsys):
-    for end, left in ((math.inf, "1h30m"), (300.0, "2:00"), (100.0, "0:00")):
-        clock.now = 0.0
-        progress = TrainingProgressBar(0, 10, end)
-        for _ in range(3):
-            clock.now += 60
-            progress.advance(1.81524)
-        progress.set_steps(93)
-        progress.show(TRAINED)  # 90 steps of a minute
-        progress.set_steps(3)
-        progress.show(TRAINED)
-        first, last = capsys.readouterr().err.splitlines()
-        assert first.endswith(f"tok/s  {left} left")
-        assert last == "step 3/3 100%  loss 1.8152  lr 2.0e-03  22,346 tok/s"
+def test_the_time_left_follows_the_plan(clock, capsys):
+    progress = TrainingProgressBar(0, 10)
+    for _ in range(3):
+        clock.now += 60
+        progress.advance(1.81524)
+    progress.set_steps(93)
+    progress.show(TRAINED)  # 90 steps of a minute
+    progress.set_steps(3)
+    progress.show(TRAINED)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.endswith("tok/s  1h30m left")
+    assert last == "step 3/3 100%  loss 1.8152  lr 2.0e-03  22,346 tok/s"
 
 
 def test_a_line_fits_80_columns(clock, capsys):
