@@ -21,16 +21,11 @@ Masks = dict[int | None, Tensor]
 
 
 class LayerCache:
-    """Preallocated keys and values of one layer, (B, G, size, K).
-
-    A ring buffer: position p lives in slot p % size and overwrites position p - size, so a layer
-    with a window stores no more than its window.
-    """
+    """Preallocated keys and values of one layer, (B, G, size, K), in the order of positions."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys
         self.values = values
-        self.size = keys.shape[2]
         self.length = 0  # positions seen so far
         self.masks: Masks = {}
 
@@ -41,35 +36,14 @@ class LayerCache:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add k and v (B, G, T, K); return the keys and values (B, G, S, K) to attend to.
 
-        They cover all that a window lets the T new queries see. Their positions (S,) come third,
-        in any order, since masks depend on positions alone.
+        Their positions (S,) come third.
         """
         start = self.length
         end = start + k.shape[2]
         self.length = end
-        if end <= self.size:  # nothing to overwrite yet: slots are positions
-            self.keys[:, :, start:end] = k
-            self.values[:, :, start:end] = v
-            positions = torch.arange(end, device=k.device)
-            return self.keys[:, :, :end], self.values[:, :, :end], positions
-        if end - start == 1:  # overwrite the oldest, which is outside the new query's window
-            slot = start % self.size
-            self.keys[:, :, slot : slot + 1] = k
-            self.values[:, :, slot : slot + 1] = v
-            slots = torch.arange(self.size, device=k.device)
-            # Going back from `slot`, around the ring, each slot is one position older.
-            positions = start - (slot - slots) % self.size
-            return self.keys, self.values, positions
-        # A chunk too long for the free slots overwrites keys that its own first queries still see,
-        # so they get a copy of the past with the chunk after it; the ring stores the newest `size`.
-        positions = torch.arange(max(0, start - self.size), end, device=k.device)
-        past = positions[: start - end]
-        keys = torch.cat([self.keys[:, :, past % self.size], k], dim=2)  # (B, G, past + T, K)
-        values = torch.cat([self.values[:, :, past % self.size], v], dim=2)
-        slots = positions[-self.size :] % self.size
-        self.keys[:, :, slots] = keys[:, :, -self.size :]
-        self.values[:, :, slots] = values[:, :, -self.size :]
-        return keys, values, positions
+        self.keys[:, :, start:end] = k
+        self.values[:, :, start:end] = v
+        return self.keys[:, :, :end], self.values[:, :, :end], torch.arange(end, device=k.device)
 
 
 class NoCache(LayerCache):
@@ -87,16 +61,15 @@ class NoCache(LayerCache):
 
 
 class KVCache:
-    """One LayerCache per layer: 2 · G · K elements per row and stored position."""
+    """One LayerCache per layer: 2 · G · K elements per row and position of the context."""
 
     def __init__(
         self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.layers = []
-        for layer in range(config.n_layer):
-            size = config.get_cache_length(layer)
-            shape = (batch_size, config.n_kv_head, size, config.head_dim)
-            memory = torch.empty(2, *shape, device=device, dtype=dtype)  # (2, B, G, size, K)
+        shape = (2, batch_size, config.n_kv_head, config.context_length, config.head_dim)
+        for _ in range(config.n_layer):
+            memory = torch.empty(shape, device=device, dtype=dtype)
             self.layers.append(LayerCache(memory[0], memory[1]))
 
     @property
@@ -106,10 +79,6 @@ class KVCache:
     def next_positions(self, n: int) -> Tensor:
         """Return the positions (n,) of the next tokens."""
         return self.layers[0].next_positions(n)
-
-    @property
-    def bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
 
 # -- texts of different lengths --------------------------------------------------------------------
@@ -123,10 +92,10 @@ class KVCache:
 class StaticCache:
     """Keys and values of R texts in every layer, (R, G, size + 1, K).
 
-    As in `LayerCache`, position p lies at index p % size. A pass writes all its keys before its
-    queries look at them, so layers with a window store `max_pass_tokens` more than the window; that
-    many tokens may also be taken back. The last index takes what must not be kept: keys of padding
-    and of idle rows. It is never read.
+    A ring buffer: position p lies at index p % size and overwrites position p - size. A pass writes
+    all its keys before its queries look at them, so layers with a window store `max_pass_tokens`
+    more than the window; that many tokens may also be taken back. The last index takes what must
+    not be kept: keys of padding and of idle rows. It is never read.
     """
 
     def __init__(

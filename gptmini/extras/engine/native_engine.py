@@ -64,7 +64,7 @@ class NativeEngine(Engine):
         # For each slot: the tokens at its beginning that were prefilled in whole chunks and whose
         # keys are still there, whichever text has the slot now. This is the prefix cache.
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
-        self._ring_size = min(layer.size for layer in self._cache)
+        self._ring_size = min(layer.keys.shape[2] for layer in self._cache)
 
     def __call__(self, texts: list[Sequence]) -> list[Tensor]:
         slots = [self._assign_slot(text, texts) for text in texts]

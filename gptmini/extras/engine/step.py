@@ -227,7 +227,7 @@ class NativeStep:
             keys=self._pointer(cache.keys),
             values=self._pointer(cache.values),
             alibi_slopes=self._pointer(attn.alibi_slopes, config.n_head),
-            size=cache.size,
+            size=cache.keys.shape[2],
         )
         if mlp.activation == "swiglu":
             layer.gate = self._build_matrix(D, (mlp.gate_proj, F))

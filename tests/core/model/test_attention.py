@@ -4,15 +4,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import MachineError
 from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, attend, choose_backend, make_mask
-from gptmini.model.cache import KVCache, LayerCache, NoCache
+from gptmini.model.cache import KVCache, NoCache
 from gptmini.model.layers import Rotary
 
 
@@ -187,29 +185,10 @@ def test_dropout_keeps_the_mean_and_depends_on_the_seed():
 # -- the module ------------------------------------------------------------------------------------
 
 
-def config_of(variant: str, n_kv_head: int | None = None) -> ModelConfig:
-    return ModelConfig.model_validate(
-        {
-            "n_layer": 3,
-            "n_head": 4,
-            "d_model": 32,
-            "context_length": 16,
-            "attention": {"variant": variant, "n_kv_head": n_kv_head},
-        }
-    )
-
-
-def test_the_cache_grows_with_the_number_of_kv_heads():
-    sizes = [
-        KVCache(config, 2, torch.device("cpu"), torch.float32).bytes
-        for config in (config_of("mha"), config_of("gqa", 2), config_of("mqa"))
-    ]
-    # 2 (keys, values) x layers x rows x positions x KV heads x head size x 4 bytes
-    assert sizes == [2 * 3 * 2 * 16 * G * 8 * 4 for G in (4, 2, 1)]
-
-
 def test_the_cache_is_allocated_once_and_read_in_place():
-    layer = KVCache(config_of("gqa", 2), 1, torch.device("cpu"), torch.float32).layers[0]
+    attention = {"variant": "gqa", "n_kv_head": 2}
+    config = ModelConfig(n_head=4, d_model=32, context_length=16, attention=attention)
+    layer = KVCache(config, 1, torch.device("cpu"), torch.float32).layers[0]
     memory = layer.keys.data_ptr()
     first, second = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8)
     layer.update(first, first)
@@ -271,29 +250,6 @@ def test_flash_fails_clearly_where_there_is_no_kernel():
     q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 5)  # values of another size
     with pytest.raises(MachineError, match=r"no flash kernel .*; use auto"):
         attend(q, q, v, backend="flash")
-
-
-@given(
-    size=st.integers(1, 7),
-    chunks=st.lists(st.integers(1, 6), min_size=1, max_size=9),
-    seed=st.integers(0, 99),
-)
-def test_the_ring_buffer_holds_what_a_window_needs(size, chunks, seed):
-    """Whatever the chunks, `update` returns the newest positions with their own keys and values."""
-    torch.manual_seed(seed)
-    total = sum(chunks)
-    k = torch.arange(float(total)).view(1, 1, total, 1)
-    cache = LayerCache(torch.zeros(1, 1, size, 1), torch.zeros(1, 1, size, 1))
-    start = 0
-    for chunk in chunks:
-        new = k[:, :, start : start + chunk]
-        keys, values, positions = cache.update(new, -new)
-        assert keys.flatten().tolist() == positions.tolist()
-        assert values.flatten().tolist() == [-p for p in positions.tolist()]
-        needed = range(max(0, start - size + 1), start + chunk)
-        assert set(needed) <= set(positions.tolist())
-        start += chunk
-    assert cache.keys.shape[2] == size
 
 
 # -- masks -----------------------------------------------------------------------------------------

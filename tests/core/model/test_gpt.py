@@ -280,12 +280,6 @@ def test_more_positions_than_the_context_are_refused():
                 model(torch.zeros(1, 1 if given else 13, dtype=torch.long), cache=given)
 
 
-def test_a_windowed_layer_caches_its_window_only():
-    model = make(attention={"window": 3, "full_every": 2}, n_layer=4)
-    cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
-    assert [layer.size for layer in cache.layers] == [3, 12, 3, 12]
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_checkpointing_gives_the_same_gradients(dropout):
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptmini.config.load import CONFIGS_DIR, list_config_files, load_config
 from gptmini.config.settings import ModelConfig
 from gptmini.model.attention import Attention
-from gptmini.model.cache import KVCache
+from gptmini.model.cache import StaticCache
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import MLP
 from gptmini.plan import cost
@@ -80,8 +80,9 @@ def models(draw) -> ModelConfig:
 def test_parameters_and_caches_are_those_of_any_model(config):
     with torch.device("meta"):
         assert cost.count_parameters(config) == sum(p.numel() for p in GPT(config).parameters())
-    cache = KVCache(config, 1, torch.device("meta"), torch.float32)
-    assert cost.count_cache_bytes(config, config.context_length) == cache.bytes
+    cache = StaticCache(config, 1, torch.device("meta"), torch.float32, max_pass_tokens=0)
+    stored = sum(memory[:, :, :, :-1].nbytes for memory in cache.memory)
+    assert cost.count_cache_bytes(config, config.context_length) == stored
 
 
 @settings(deadline=None, max_examples=25)
