@@ -53,8 +53,8 @@ class AttentionConfig(Section):
     """RMSNorm on each query and key before the position is applied (Qwen3)."""
     weight_dropout: Fraction = 0.0
     """Dropout of attention weights (GPT-2 has 0.1); above 0, no fused kernel."""
-    backend: Literal["auto", "eager", "sdpa", "flash"] = "auto"
-    """Kernel: eager (plain), sdpa (fused), flash (or an error); auto: the fastest."""
+    backend: Literal["auto", "eager", "sdpa"] = "auto"
+    """Kernel: eager (plain) or sdpa (fused); auto: the faster one."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.variant == "gqa" and self.n_kv_head is None:

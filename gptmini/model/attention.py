@@ -13,16 +13,11 @@ Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head 
 the values (K in the model).
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import MachineError
 from gptmini.model.cache import LayerCache, Masks
 from gptmini.model.kernels import RMSNorm
 from gptmini.model.layers import apply_rotary, compute_alibi_slopes
@@ -106,10 +101,7 @@ class Attention(nn.Module):
         k, v, key_positions = cache.update(k, v)  # (B, G, S, K) twice, (S,) or (B, S)
         mask = self.mask(query_positions, key_positions, cache.masks)
         dropout = self.dropout if self.training else 0.0
-        backend = self.backend
-        if key_positions.ndim == 2 and backend == "flash":
-            backend = "auto"  # rows of different lengths need a mask, and flash takes none
-        return attend(q, k, v, mask, dropout, backend)
+        return attend(q, k, v, mask, dropout, self.backend)
 
     def mask(self, queries: Tensor, keys: Tensor, made: Masks) -> Tensor | None:
         """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
@@ -175,8 +167,6 @@ def attend(
     bias that is added to the scores and hides a key by -∞. Without a mask, T queries on S = T keys
     are causal, and a single query sees every key. A query that sees no key gets zeros. `dropout`
     acts on the weights.
-
-    Raises MachineError if `backend` is a kernel that this machine lacks.
     """
     B, H, T, K = q.shape
     if mask is not None and mask.is_floating_point():
@@ -201,7 +191,7 @@ def attend(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, backend: str
 ) -> Tensor:
-    """Run `attend` on a backend: `auto`, `eager`, or torch's fused kernels, `sdpa` and `flash`."""
+    """Run `attend` on a backend: `auto`, `eager`, or `sdpa`, torch's fused kernels."""
     if backend == "auto":
         backend = choose_backend(q, mask is not None, dropout)
     if backend == "eager":
@@ -214,13 +204,9 @@ def _attend(
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, K)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, K)
         grouped = False
-    kernels: AbstractContextManager[None] = nullcontext()
-    if backend == "flash":
-        kernels = _require_flash(q)
-    with kernels:
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped
-        )
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped
+    )
 
 
 def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
@@ -235,22 +221,6 @@ def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
     if dropout > 0 or (q.requires_grad and slow_backward):
         return "eager"
     return "sdpa"
-
-
-@contextmanager
-def _require_flash(q: Tensor) -> Iterator[None]:
-    """Restrict torch to its flash kernel, which fails where this machine has none for q."""
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise MachineError(
-            f"model.attention.backend: no flash kernel for {q.dtype} on this {q.device.type} "
-            f"({reason}); use auto"
-        ) from None
 
 
 def _attend_eager(
