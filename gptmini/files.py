@@ -32,8 +32,13 @@ from gptmini.errors import (
 IS_WINDOWS = sys.platform == "win32"
 RENAME_DELAYS_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
-_CACHES = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # Path.home can raise
-DEFAULT_CACHE_DIR = Path(_CACHES, "gptmini")
+
+def get_cache_folder() -> Path:
+    """Get the folder for prepared texts and compiled code: $GPTMINI_CACHE, or ~/.cache/gptmini."""
+    if chosen := os.environ.get("GPTMINI_CACHE"):
+        return Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # never raises
+    return Path(caches, "gptmini")
 
 
 # -- reading ---------------------------------------------------------------------------------------

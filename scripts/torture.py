@@ -74,8 +74,7 @@ def start_training(config: Config, folder: Path, name: str, n_ranks: int) -> lis
             run = RunDirectory(folder / name)
             with join_group() as group:
                 started = time.perf_counter()
-                cache = folder / "cache"
-                plan = group.make_plan(config, run, cache, started)
+                plan = group.make_plan(config, run, started)
                 loop.train(plan, run.path, group=group)
             code = 0
         finally:

@@ -38,6 +38,14 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test prepares its texts in a cache of its own, beside its folder."""
+    beside = tmp_path.with_name(f"{tmp_path.name}-beside")
+    beside.mkdir()
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(beside)))
+
+
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
@@ -62,7 +70,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture
 def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
-    """Runs a command line in an empty directory: (exit code, stdout, stderr)."""
+    """Runs a command line in a directory that holds its cache: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from gptmini.config.load import validate
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -119,7 +118,7 @@ def run_of(
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
     write_run(RunDirectory(path), config, net.state_dict().items(), tokenizer)
-    return load_run(path, "cpu", "float32", DEFAULT_CACHE_DIR)
+    return load_run(path, "cpu", "float32")
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,6 @@ import pytest
 
 from gptmini.cli import app
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
     from gptmini.tokenizer.tokenizers import Tokenizer
@@ -90,7 +89,7 @@ def tiny(**sections: dict[str, Any]) -> Config:
     )
 
 
-def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
+def train(config: Config, out: Path, started: float | None = None) -> None:
     """Decide and train, as the command does, without timing each of a thousand small runs."""
     from gptmini.plan.settle import make_plan
     from gptmini.runs.directory import RunDirectory
@@ -100,21 +99,21 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
         config = config.with_train(micro_batch_size=config.train.batch_size)
     if config.train.compile == "auto":
         config = config.with_train(compile="off")
-    loop.train(make_plan(config, RunDirectory(out), cache, started), out)
+    loop.train(make_plan(config, RunDirectory(out), started), out)
 
 
-def prepared(config: Config, out: Path, cache: Path) -> "Training":
+def prepared(config: Config, out: Path) -> "Training":
     """A training at step 0."""
     from gptmini.plan.settle import make_plan
     from gptmini.runs.directory import RunDirectory
     from gptmini.train.build import build_training
 
-    return build_training(make_plan(config, None, cache), RunDirectory(out))
+    return build_training(make_plan(config, None), RunDirectory(out))
 
 
 def new_cache(folder: Path) -> Path:
     """A cache that holds nothing but the code compiled in this session."""
-    compiled = DEFAULT_CACHE_DIR / "native"
+    compiled = Path.home() / ".cache" / "gptmini" / "native"
     compiled.mkdir(parents=True, exist_ok=True)
     (folder / "cache").mkdir()
     (folder / "cache" / "native").symlink_to(compiled)

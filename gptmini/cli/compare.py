@@ -9,7 +9,6 @@ from gptmini.cli.options import (
     RUNS_FOLDER,
     AsJson,
     Assignments,
-    Cache,
     Data,
     Steps,
     Threads,
@@ -18,7 +17,6 @@ from gptmini.cli.options import (
     option,
 )
 from gptmini.errors import ConfigError
-from gptmini.files import DEFAULT_CACHE_DIR
 
 DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
 
@@ -53,7 +51,6 @@ def compare(
         show_default="runs/compare, or runs/compared if nothing is trained",
     ),
     as_json: AsJson = False,
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Train variants in turn, or take finished runs, and compare quality, memory and speed."""
     finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
@@ -86,7 +83,7 @@ def compare(
     if finished:
         found = comparing.compare_finished(finished, out, split)
     else:
-        found = comparing.compare_variants(variants, seeds or 1, out, cache, split)
+        found = comparing.compare_variants(variants, seeds or 1, out, split)
     if as_json:
         print(json.dumps(found.to_dict()))
         return

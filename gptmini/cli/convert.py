@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from gptmini.cli.options import AttentionName, Cache, RunName, option, resolve_run
+from gptmini.cli.options import AttentionName, RunName, option, resolve_run
 from gptmini.console import format_count, quote, say, show_elapsed
 from gptmini.errors import ConfigError
-from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def convert(
@@ -15,7 +14,6 @@ def convert(
         None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
     ),
     out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Start a new run from a trained model, with its KV heads averaged into fewer."""
     if attention is None:
@@ -28,7 +26,7 @@ def convert(
     from gptmini.train import convert
 
     changes = parse_attention(attention, "--attention")
-    trained = load_run(path, weights="float32", cache=cache)
+    trained = load_run(path, weights="float32")
     with show_elapsed("converting"):
         config = convert.convert_run(trained, changes, steps, out)
     old = trained.config.model

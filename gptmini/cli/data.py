@@ -4,8 +4,7 @@ from pathlib import Path
 
 import typer
 
-from gptmini.cli.options import Assignments, Cache, ConfigName, Data, argument, build_config, option
-from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.cli.options import Assignments, ConfigName, Data, argument, build_config, option
 
 data_app = typer.Typer(help="Download and prepare texts.")
 
@@ -22,12 +21,7 @@ def fetch(
 
 
 @data_app.command("prepare")
-def prepare(
-    config: ConfigName = None,
-    data: Data = None,
-    assignments: Assignments = None,
-    cache: Cache = DEFAULT_CACHE_DIR,
-) -> None:
+def prepare(config: ConfigName = None, data: Data = None, assignments: Assignments = None) -> None:
     """Turn a text into tokens, as train does before its first step.
 
     The cache that holds them can be copied to another machine with the text.
@@ -35,5 +29,5 @@ def prepare(
     from gptmini.data import corpus
 
     settings = build_config(config, data, assignments=assignments)
-    prepared = corpus.prepare_corpus(settings, cache)
+    prepared = corpus.prepare_corpus(settings)
     print(prepared.format_summary(settings.tokenizer.kind))

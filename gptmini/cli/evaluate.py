@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from gptmini.cli.options import (
     AsJson,
-    Cache,
     Data,
     Device,
     RunName,
@@ -16,7 +15,6 @@ from gptmini.cli.options import (
 )
 from gptmini.console import say
 from gptmini.errors import ConfigError, DataError, MachineError
-from gptmini.files import DEFAULT_CACHE_DIR
 
 FEW_WINDOWS = 50  # an interval from fewer is itself uncertain
 
@@ -35,7 +33,6 @@ def evaluate(
     device: Device = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Measure a trained model on its held-out text, or on all of another text."""
     if data and split == "test":
@@ -52,14 +49,14 @@ def evaluate(
         measure_copied,
     )
 
-    trained = load_run(path, pick_device(device).type, weights, cache)
+    trained = load_run(path, pick_device(device).type, weights)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(
             f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
         )
-    own = None if data else load_corpus(trained, cache, split)
-    texts = load_text(trained, data, cache) if data else []
+    own = None if data else load_corpus(trained, split)
+    texts = load_text(trained, data) if data else []
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
     if own is None:
         facts = evaluate_run(trained, texts, batch_size, stride).to_dict()

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from gptmini.cli.options import Cache, RunName, option, resolve_run
+from gptmini.cli.options import RunName, option, resolve_run
 from gptmini.console import quote, say, show_elapsed
 from gptmini.errors import ConfigError
-from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def export(
@@ -28,7 +27,6 @@ def export(
         "The folder or file to write.",
         show_default="RUN-hf, RUN-f16.gguf or RUN.html",
     ),
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Write a trained model for other programs, and prove that it computes the same."""
     if weights is not None and to == "hf":
@@ -36,7 +34,7 @@ def export(
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
     if to == "html":
-        _export_page(path, out or path.with_name(f"{path.name}.html"), weights, cache)
+        _export_page(path, out or path.with_name(f"{path.name}.html"), weights)
         return
     kind = weights or "f16"
     if out is None:
@@ -44,7 +42,7 @@ def export(
     from gptmini.extras.interop.export import export_run
 
     with show_elapsed("writing and reading back"):
-        exported = export_run(path, out, to, kind, cache)
+        exported = export_run(path, out, to, kind)
     say(f"{path}: written as a {exported.architecture}")
     say(
         f"proof: read back, its logits differ by at most {exported.difference:.1e} (the largest is "
@@ -72,7 +70,7 @@ def export(
     )
 
 
-def _export_page(path: Path, out: Path, weights: str | None, cache: Path) -> None:
+def _export_page(path: Path, out: Path, weights: str | None) -> None:
     """Write a run as one HTML file."""
     from gptmini.extras.page.export import PRECISIONS, export_page
     from gptmini.generate.run import load_run
@@ -80,7 +78,7 @@ def _export_page(path: Path, out: Path, weights: str | None, cache: Path) -> Non
     if weights not in (None, *PRECISIONS):
         raise ConfigError(f"--weights {weights}: unknown in a page; use {' or '.join(PRECISIONS)}")
     with show_elapsed("writing the page"):
-        run = load_run(path, "cpu", "float32", cache)
+        run = load_run(path, "cpu", "float32")
         page = export_page(run, out, weights)
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
     print(out)

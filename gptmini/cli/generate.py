@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from gptmini import console
 from gptmini.cli.options import (
     AsJson,
-    Cache,
     Device,
     RunName,
     Threads,
@@ -25,7 +24,6 @@ from gptmini.cli.options import (
     resolve_run,
 )
 from gptmini.errors import ConfigError, shorten
-from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
     from gptmini.extras.sources.find import Copies
@@ -109,7 +107,6 @@ def generate(
         "--sources",
     ),
     as_json: AsJson = False,
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Continue a prompt with a trained model.
 
@@ -145,14 +142,14 @@ def generate(
     from gptmini.cli import prompts_file
     from gptmini.generate.run import load_run
 
-    trained = load_run(path, device, weights, cache)
+    trained = load_run(path, device, weights)
     if run is None:
         console.say(f"{path}, step {trained.step}")
     if show_sources:
         trained.find_copies("")  # refuses now
     drafter: Run | str | None = "lookup" if lookup else None
     if draft_path is not None:
-        drafter = load_run(draft_path, device, weights, cache)
+        drafter = load_run(draft_path, device, weights)
     how: Settings = {
         "use_cache": not no_cache,
         "special": special or chat,

@@ -69,7 +69,6 @@ _MINUTES_HELP = (
 )
 _THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
 _BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
-_CACHE_HELP = "Folder for prepared texts and compiled code."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
@@ -90,9 +89,6 @@ Device = Annotated[str, option(..., "DEVICE", "auto, cpu, cuda, mps or xpu.")]
 WeightsType = Annotated[
     str,
     option(..., "TYPE", "Precision of the weights: float32, bfloat16 or int8, if memory is short."),
-]
-Cache = Annotated[
-    Path, option(..., "DIR", _CACHE_HELP, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from gptmini.cli.options import RUNS_FOLDER, AsJson, Cache, argument
+from gptmini.cli.options import RUNS_FOLDER, AsJson, argument
 from gptmini.console import format_bytes, say
 from gptmini.errors import CheckpointError
-from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.files import get_cache_folder
 
 
 def list_runs(
@@ -15,7 +15,6 @@ def list_runs(
         None, "FOLDER", "Folders with runs, or run directories.", show_default="runs"
     ),
     as_json: AsJson = False,
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """List runs: steps, losses, sizes."""
     for folder in folders or []:
@@ -27,6 +26,7 @@ def list_runs(
     from gptmini.runs import listing
 
     runs = [run for folder in folders for run in listing.list_runs(folder, count_parameters)]
+    cache = get_cache_folder()
     cache_size, _ = listing.measure_files(cache)
     if as_json:
         facts = {

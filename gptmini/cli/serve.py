@@ -4,10 +4,9 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
+from gptmini.cli.options import Device, RunName, WeightsType, option, resolve_run
 from gptmini.console import say, warn
 from gptmini.errors import ConfigError, is_missing_guest, make_missing_package_error
-from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
     from gptmini.extras.serve.limits import Limits
@@ -21,7 +20,6 @@ def serve(
     max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Serve a trained model over HTTP, as OpenAI's completions.
 
@@ -41,7 +39,7 @@ def serve(
 
     key = _read_key()
     with server.listen(host, port) as listening:
-        trained = load_run(path, device, weights, cache)
+        trained = load_run(path, device, weights)
         limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
         hosts = server.list_host_names(listening)
         app = server.Server(trained, limits, key, hosts, _build_page(trained, limits))

@@ -7,7 +7,6 @@ from gptmini.cli.options import (
     Assignments,
     AttentionName,
     Base,
-    Cache,
     ConfigName,
     Data,
     Minutes,
@@ -18,7 +17,6 @@ from gptmini.cli.options import (
     resolve_run,
 )
 from gptmini.errors import ConfigError
-from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def size(
@@ -50,7 +48,6 @@ def size(
     ),
     assignments: Assignments = None,
     as_json: AsJson = False,
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Show what a training run would take: parameters, memory, data, time."""
     if accelerator is not None and minutes is not None:
@@ -76,12 +73,12 @@ def size(
 
     speed = None
     if accelerator is None:
-        facts = estimate_training(settings, cache)
+        facts = estimate_training(settings)
     else:
         from gptmini.extras.plans import plans
         from gptmini.extras.plans import report as for_accelerators
 
         hardware = plans.find_accelerator(accelerator, utilization, network)
-        facts = for_accelerators.estimate_on_accelerators(settings, cache, hardware, ranks, shard)
+        facts = for_accelerators.estimate_on_accelerators(settings, hardware, ranks, shard)
         speed = for_accelerators.format_speed(facts["time"])
     print(json.dumps(facts) if as_json else "\n".join(format_report(facts, speed)))

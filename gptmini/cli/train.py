@@ -11,7 +11,6 @@ from gptmini.cli.options import (
     Assignments,
     AttentionName,
     Base,
-    Cache,
     ConfigName,
     Data,
     Minutes,
@@ -25,7 +24,6 @@ from gptmini.cli.options import (
     resolve_run,
 )
 from gptmini.errors import ConfigError
-from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
     from gptmini.train.state import Training
@@ -51,7 +49,6 @@ def train(
     ),
     threads: Threads = None,
     assignments: Assignments = None,
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Train a model on a text, or resume a run.
 
@@ -80,7 +77,7 @@ def train(
     from gptmini.train.group import join_group
 
     with join_group() as group:
-        plan = group.make_plan(settings, RunDirectory(out), cache, started)
+        plan = group.make_plan(settings, RunDirectory(out), started)
         trained = loop.train(plan, out, group=group)
     if trained is not None and group.rank == 0:
         _show_sample(trained)

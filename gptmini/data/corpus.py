@@ -90,10 +90,7 @@ FoundText = TrainingText | list[list[Path]]
 
 
 def prepare_corpus(
-    config: Config,
-    cache: Path = files.DEFAULT_CACHE_DIR,
-    with_test: bool = False,
-    tokenizer: Tokenizer | None = None,
+    config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
 ) -> Corpus:
     """Prepare the tokens of a configuration's text, or take them from the cache.
 
@@ -101,14 +98,14 @@ def prepare_corpus(
     `tokenizer` that is given is used in place of the one which the configuration names.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
-    with open_text(config.data, cache) as found:
-        return encode_text(found, config, cache, with_test, tokenizer)
+    with open_text(config.data) as found:
+        return encode_text(found, config, with_test, tokenizer)
 
 
-def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+def prepare_text(settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
-    with _open_cache(settings, cache) as paths:
-        return _prepare_whole(paths, settings, tokenizer, cache)
+    with _open_cache(settings) as paths:
+        return _prepare_whole(paths, settings, tokenizer)
 
 
 def find_number_files(paths: list[str]) -> list[list[Path]] | None:
@@ -132,9 +129,9 @@ def find_number_files(paths: list[str]) -> list[list[Path]] | None:
 
 
 @contextmanager
-def open_text(settings: DataConfig, cache: Path) -> Iterator[FoundText]:
-    """Find the files of a text, to read it and to prepare it in a cache; raises as above."""
-    with _open_cache(settings, cache) as paths:
+def open_text(settings: DataConfig) -> Iterator[FoundText]:
+    """Find the files of a text, to read it and to prepare it in the cache; raises as above."""
+    with _open_cache(settings) as paths:
         token_numbers = find_number_files(paths)
         if token_numbers is not None:
             yield token_numbers
@@ -150,24 +147,21 @@ def open_text(settings: DataConfig, cache: Path) -> Iterator[FoundText]:
 
 
 def encode_text(
-    found: FoundText,
-    config: Config,
-    cache: Path,
-    with_test: bool = False,
-    tokenizer: Tokenizer | None = None,
+    found: FoundText, config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
 ) -> Corpus:
     """Prepare the tokens of an open text; raises as prepare_corpus does."""
     if isinstance(found, TrainingText):
-        corpus = _prepare_texts(config, found, cache, with_test, tokenizer)
+        corpus = _prepare_texts(config, found, with_test, tokenizer)
     else:
-        corpus = _prepare_numbers(config, found, cache, with_test, tokenizer)
+        corpus = _prepare_numbers(config, found, with_test, tokenizer)
     _check_length(corpus, config)
     return corpus
 
 
 @contextmanager
-def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
-    """Open a cache to prepare a text in; yields the text's paths."""
+def _open_cache(settings: DataConfig) -> Iterator[list[str]]:
+    """Open the cache to prepare a text in; yields the text's paths."""
+    cache = files.get_cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         for path in cache.glob(".tmp-*"):  # of processes that were killed
@@ -178,7 +172,7 @@ def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
     except OSError as error:
         raise MachineError(
             f"{error.filename or cache}: {describe_os_error(error)}; free some space, or choose "
-            f"another folder with --cache"
+            f"another folder with GPTMINI_CACHE"
         ) from None
 
 
@@ -189,12 +183,12 @@ def _name_corpus(settings: DataConfig) -> str:
 
 
 def _prepare_texts(
-    config: Config, text: TrainingText, cache: Path, with_test: bool, tokenizer: Tokenizer | None
+    config: Config, text: TrainingText, with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
     """Learn or create the tokenizer of texts, and encode them."""
     settings = config.data
     if tokenizer is None:
-        tokenizer = _get_tokenizer(config, text, cache)
+        tokenizer = _get_tokenizer(config, text)
 
     wanted: list[Split] = ["training"]
     if text.separate is None:
@@ -203,10 +197,10 @@ def _prepare_texts(
         wanted.append("test")
     found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
     for divided in text.divided:
-        for split, file in _get_token_files(divided, wanted, tokenizer, cache).items():
+        for split, file in _get_token_files(divided, wanted, tokenizer).items():
             found[split].append(file)
     if text.separate is not None:
-        found["validation"] = [_encode_whole(text.separate, tokenizer, cache)]
+        found["validation"] = [_encode_whole(text.separate, tokenizer)]
     name = _name_corpus(settings)
     return Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
@@ -214,11 +208,7 @@ def _prepare_texts(
 
 
 def _prepare_numbers(
-    config: Config,
-    files_of_paths: list[list[Path]],
-    cache: Path,
-    with_test: bool,
-    tokenizer: Tokenizer | None,
+    config: Config, files_of_paths: list[list[Path]], with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
     """Open token numbers and split them: the tail validates, what to test on lies before it."""
     settings = config.data
@@ -236,26 +226,26 @@ def _prepare_numbers(
     groups = files_of_paths if settings.weights else [list(chain.from_iterable(files_of_paths))]
     found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
     for group in groups:
-        whole = _open_numbers(group, tokenizer, cache)
+        whole = _open_numbers(group, tokenizer)
         share = _get_held_out_share(settings, whole.text_bytes)
         for split, stretch in locate_splits(len(whole), share, settings.test or 0.0).items():
             found[split].append(whole.cut(*stretch))
     training, validation = found["training"], found["validation"]
     test = found["test"] if with_test and settings.test is not None else []
     if settings.validation_path is not None:
-        validation = [_prepare_whole(settings.validation_path, settings, tokenizer, cache)]
+        validation = [_prepare_whole(settings.validation_path, settings, tokenizer)]
     names = "".join(file.path.name for file in [*training, *validation])
     content = hashlib.sha256(names.encode()).hexdigest()
     return Corpus(_name_corpus(settings), tokenizer, training, validation, test, content)
 
 
-def _open_numbers(paths: list[Path], tokenizer: Tokenizer, cache: Path) -> TokenFile:
+def _open_numbers(paths: list[Path], tokenizer: Tokenizer) -> TokenFile:
     """Open the token file of files of numbers in the cache; copy them if it is missing."""
     digest = hashlib.sha256()
     for path in paths:
         with files.open_regular(path) as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
-    target = _name_token_file(digest.hexdigest(), tokenizer, cache)
+    target = _name_token_file(digest.hexdigest(), tokenizer)
     with suppress(DataError):
         return TokenFile(target, tokenizer)
     total = sum(path.stat().st_size for path in paths)
@@ -272,14 +262,12 @@ def _get_held_out_share(settings: DataConfig, size: int) -> float:
     return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
 
 
-def _prepare_whole(
-    paths: list[str], settings: DataConfig, tokenizer: Tokenizer, cache: Path
-) -> TokenFile:
+def _prepare_whole(paths: list[str], settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     """Prepare all that the paths name as one text."""
     found = find_number_files(paths)
     if found is not None:
-        return _open_numbers(list(chain.from_iterable(found)), tokenizer, cache)
-    return _encode_whole(find_text(paths, settings), tokenizer, cache)
+        return _open_numbers(list(chain.from_iterable(found)), tokenizer)
+    return _encode_whole(find_text(paths, settings), tokenizer)
 
 
 def _check_length(corpus: Corpus, config: Config) -> None:
@@ -300,7 +288,7 @@ def _join_digests(digests: list[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _get_tokenizer(config: Config, text: TrainingText, cache: Path) -> Tokenizer:
+def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
@@ -316,7 +304,8 @@ def _get_tokenizer(config: Config, text: TrainingText, cache: Path) -> Tokenizer
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind, chat=chat)
     digest = _join_digests([part.digest for part in training])[:20]
-    path = cache / f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
+    name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
+    path = files.get_cache_folder() / name
     try:
         return load_tokenizer(path)
     except DataError:  # not there yet, or damaged
@@ -373,13 +362,13 @@ def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float
     }
 
 
-def _encode_whole(text: Text, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+def _encode_whole(text: Text, tokenizer: Tokenizer) -> TokenFile:
     """Open the token file of a whole text."""
-    return _get_token_files(DividedText(text, 0.0, 0.0), ["training"], tokenizer, cache)["training"]
+    return _get_token_files(DividedText(text, 0.0, 0.0), ["training"], tokenizer)["training"]
 
 
 def _get_token_files(
-    divided: DividedText, splits: list[Split], tokenizer: Tokenizer, cache: Path
+    divided: DividedText, splits: list[Split], tokenizer: Tokenizer
 ) -> dict[Split, TokenFile]:
     """Open the token files of some splits in the cache; write those missing or damaged.
 
@@ -388,7 +377,7 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        path = _name_token_file(TextPart(divided, split).digest, tokenizer, cache)
+        path = _name_token_file(TextPart(divided, split).digest, tokenizer)
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:
@@ -402,6 +391,6 @@ def _get_token_files(
     return opened
 
 
-def _name_token_file(digest: str, tokenizer: Tokenizer, cache: Path) -> Path:
+def _name_token_file(digest: str, tokenizer: Tokenizer) -> Path:
     """Name the token file of a text after what decides its tokens."""
-    return cache / f"{digest[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"
+    return files.get_cache_folder() / f"{digest[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"

@@ -12,14 +12,12 @@ Letters: B rows of a pass, T tokens, N positions that need logits, D width, V vo
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.errors import is_missing_guest
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import draw_tokens
 from gptmini.generate.precision import widen_weights
 from gptmini.generate.sequence import Sequence
@@ -108,13 +106,11 @@ class Engine(ABC):
         """Open an engine of the same model, which shares its weights."""
 
 
-def open_engine(
-    model: GPT, n_slots: int, weights: str = "float32", cache: Path = DEFAULT_CACHE_DIR
-) -> Engine:
+def open_engine(model: GPT, n_slots: int, weights: str = "float32") -> Engine:
     """Open the fastest engine on this machine for up to `n_slots` texts at a time.
 
-    `weights` is the precision to compute in, and `cache` the folder of compiled code. Without the
-    guest, or where it has nothing faster, that is PyTorch, for which weights become float32.
+    `weights` is the precision to compute in. Without the guest, or where it has nothing faster,
+    that is PyTorch, for which weights become float32.
     """
     try:
         from gptmini.extras.engine import door  # noqa: PLC0415 - the core runs without it
@@ -123,7 +119,7 @@ def open_engine(
             raise
         engine = None
     else:
-        engine = door.open_engine(model, n_slots, weights, cache)
+        engine = door.open_engine(model, n_slots, weights)
     if engine is None:
         widen_weights(model)
         engine = TorchEngine(model, n_slots)

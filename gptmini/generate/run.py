@@ -27,7 +27,6 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError, explain_missing_guest
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate import precision
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.filters import compute_logprob
@@ -136,12 +135,10 @@ class Run:
         model: GPT,
         state: dict[str, Any] | None = None,
         weights: str = "float32",
-        cache: Path = DEFAULT_CACHE_DIR,
     ) -> None:
         """Combine parts that are already in memory; `gptmini.load` reads them from a directory.
 
         Matrices of `model` may be as `round_weights` stores them; everything else is in float32.
-        `cache` is the folder of the compiled engine.
         """
         self.path = Path(path)
         self.config = config
@@ -149,7 +146,6 @@ class Run:
         self.tokenizer = tokenizer
         self._model = model  # in bfloat16 or int8 until someone asks for `model`
         self.weights = weights
-        self.cache = cache
         self._engine: Engine | None = None  # the one that was opened last
         # Engines that no generation is using. Not a list behind a lock: the garbage collector may
         # close an abandoned generation at any moment, even in a thread that holds the lock, and
@@ -470,7 +466,7 @@ class Run:
                 self._engine = last.open_another(n_texts)
             else:
                 self._engine = last = None  # so that what it made of the model goes first
-                self._engine = open_engine(self._model, n_texts, self.weights, self.cache)
+                self._engine = open_engine(self._model, n_texts, self.weights)
             return self._engine
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
@@ -511,7 +507,6 @@ def load_run(
     path: str | Path,
     device: str = "auto",
     weights: str = "bfloat16",
-    cache: Path = DEFAULT_CACHE_DIR,
     step: int | None = None,
     model: Callable[[ModelConfig], GPT] | None = None,
 ) -> Run:
@@ -553,4 +548,4 @@ def load_run(
     if target.type != "cpu" and not (weights == "bfloat16" and multiplies_bfloat16(target)):
         precision.widen_weights(net)
     net = net.to(target)
-    return Run(directory.path, config, tokenizer, net, checkpoint.state, weights, cache)
+    return Run(directory.path, config, tokenizer, net, checkpoint.state, weights)

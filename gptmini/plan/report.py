@@ -7,7 +7,6 @@ The estimates are JSON data, which `--json` prints as it is and `format_report` 
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from gptmini import machine
@@ -27,9 +26,9 @@ from gptmini.plan.timing import (
 INDENT = " " * 12
 
 
-def estimate_training(requested: Config, cache: Path) -> dict[str, Any]:
+def estimate_training(requested: Config) -> dict[str, Any]:
     """Estimate everything for this machine, as JSON data."""
-    plan = make_plan(requested, None, cache, dry_run=True)
+    plan = make_plan(requested, None, dry_run=True)
     return describe_training(plan.config, plan) | _estimate_on_this_machine(plan)
 
 

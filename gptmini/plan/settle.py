@@ -7,7 +7,6 @@ Afterwards only the number of steps may change, and only under `train.minutes`.
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
@@ -50,7 +49,6 @@ MAX_WARMUP_FROM_BASE = 10
 def make_plan(
     requested: Config,
     run: RunDirectory | None,
-    cache: Path,
     started: float | None = None,
     *,
     machine: Machine | None = None,
@@ -75,9 +73,9 @@ def make_plan(
         compute = pick_compute(train.device, train.dtype, train.deterministic)
         machine = Machine(compute, world_size, started)
     keep_freed_memory()
-    with open_text(request.config.data, cache) as text:
+    with open_text(request.config.data) as text:
         request, steps = choose_sizes_by_bytes(request, machine, text)
-        corpus = prepare_tokens(request, text, cache, steps)
+        corpus = prepare_tokens(request, text, steps)
     return settle(request, corpus, machine, dry_run=dry_run)
 
 
@@ -106,9 +104,7 @@ def choose_sizes_by_bytes(
     return replace(request, config=config), steps
 
 
-def prepare_tokens(
-    request: Request, text: FoundText, cache: Path, steps: int | None = None
-) -> Corpus:
+def prepare_tokens(request: Request, text: FoundText, steps: int | None = None) -> Corpus:
     """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
     `steps` are those that training will make, where they are known. DataError for a text that
@@ -120,7 +116,7 @@ def prepare_tokens(
     own = request.tokenizer
     # A run holds what it took from a base or a file, which may be gone.
     is_taken = config.base.run is not None or config.tokenizer.kind.endswith(".json")
-    corpus = encode_text(text, config, cache, tokenizer=own if is_taken else None)
+    corpus = encode_text(text, config, tokenizer=own if is_taken else None)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
         raise DataError(describe_changed_text(config.data.path, request.run))

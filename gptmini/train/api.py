@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gptmini.config.load import read_config
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -26,7 +25,6 @@ from gptmini.train.state import CustomParts
 def fit(
     config: Config | Mapping[str, Any] | str | Path,
     out: str | Path,
-    cache: Path = DEFAULT_CACHE_DIR,
     *,
     model: Callable[[ModelConfig], GPT] | None = None,
     loss: Callable[[GPT, Tensor, Tensor], Tensor] | None = None,
@@ -62,6 +60,6 @@ def fit(
     directory = RunDirectory(Path(out))
     own = CustomParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:
-        plan = group.make_plan(requested, directory, cache, started)
+        plan = group.make_plan(requested, directory, started)
         loop.train(plan, directory.path, own, group)
-    return load_run(out, requested.train.device, "float32", cache, model=model)
+    return load_run(out, requested.train.device, "float32", model=model)

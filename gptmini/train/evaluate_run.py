@@ -14,7 +14,6 @@ from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import CheckpointError, DataError
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, keep_freed_memory, pick_device
 from gptmini.runs.directory import RunDirectory
@@ -34,7 +33,6 @@ def evaluate_text(
     data: str | Path | list[str] | None = None,
     split: Split = "validation",
     stride: int | None = None,
-    cache: Path = DEFAULT_CACHE_DIR,
 ) -> Evaluation:
     """Evaluate a run on its held-out text, or on all of the text in `data`; `gptmini.evaluate`.
 
@@ -46,20 +44,20 @@ def evaluate_text(
     they are there. Raises DataError for a text that cannot be read or has changed since training.
     """
     if not isinstance(run, Run):
-        run = load_run(run, pick_device("auto").type, "float32", cache)
+        run = load_run(run, pick_device("auto").type, "float32")
     if data is None:
-        return evaluate_held_out(run, load_corpus(run, cache, split), split, stride=stride)
+        return evaluate_held_out(run, load_corpus(run, split), split, stride=stride)
     paths = [str(data)] if isinstance(data, str | Path) else data
-    return evaluate_run(run, load_text(run, paths, cache), stride=stride)
+    return evaluate_run(run, load_text(run, paths), stride=stride)
 
 
-def load_text(run: Run, data: list[str], cache: Path) -> list[TokenFile]:
+def load_text(run: Run, data: list[str]) -> list[TokenFile]:
     """Return all of the text in `data` as a run's tokens."""
     settings = run.config.data.model_copy(update={"path": data})
-    return [prepare_text(settings, run.tokenizer, cache)]
+    return [prepare_text(settings, run.tokenizer)]
 
 
-def load_corpus(run: Run, cache: Path, split: Split = "validation") -> Corpus:
+def load_corpus(run: Run, split: Split = "validation") -> Corpus:
     """Return the text of a run; DataError if it has changed since training, or lacks the part."""
     if "-" in run.config.data.path:
         raise DataError(
@@ -70,7 +68,7 @@ def load_corpus(run: Run, cache: Path, split: Split = "validation") -> Corpus:
     if split == "test" and run.config.data.test is None:
         raise DataError(f"{run.path}: has no test part; train a new run with --set data.test=0.05")
     # The run's own tokenizer cuts the text, however the run came by it.
-    corpus = prepare_corpus(run.config, cache, split == "test", run.tokenizer)
+    corpus = prepare_corpus(run.config, split == "test", run.tokenizer)
     if corpus.content != run.corpus:
         raise DataError(
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "

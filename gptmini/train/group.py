@@ -18,7 +18,6 @@ from gptmini.train.gradients import ExactGradients, Gradients
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -40,11 +39,11 @@ class Group:
         self.world_size = world_size
         self.is_sharded = False  # then every rank must take part in every forward pass
 
-    def make_plan(self, requested: Config, run: RunDirectory, cache: Path, started: float) -> Plan:
+    def make_plan(self, requested: Config, run: RunDirectory, started: float) -> Plan:
         """Make the plan of all ranks."""
         from gptmini.plan.settle import make_plan  # noqa: PLC0415 - loads the formats of texts
 
-        return make_plan(requested, run, cache, started)
+        return make_plan(requested, run, started)
 
     # -- facts -------------------------------------------------------------------------------------
 

@@ -165,20 +165,21 @@ def build_config(trial: Trial, recipe: Settings, text: PreparedText, folder: Pat
 def train(trial: Trial, config: Config, text: PreparedText, folder: Path) -> Settings:
     """Train a recipe; return its bits per byte on the test part and the seconds of its updates."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    os.environ["GPTMINI_CACHE"] = str(folder / "cache")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if trial.recipe.startswith("nanochat"):
-            found = train_nanochat(config, trial, text, folder / "cache")
+            found = train_nanochat(config, trial, text)
         else:
-            found = train_gptmini(config, text, Path(scratch) / "run", folder / "cache")
+            found = train_gptmini(config, text, Path(scratch) / "run")
     return found
 
 
-def train_gptmini(config: Config, text: PreparedText, out: Path, cache: Path) -> Settings:
+def train_gptmini(config: Config, text: PreparedText, out: Path) -> Settings:
     """Train by `gptmini.fit`, and evaluate the last weights."""
-    gptmini.fit(config, out, cache)
+    gptmini.fit(config, out)
     last = list(read_metrics(out / "metrics.jsonl"))[-1]
-    run = gptmini.load(out, "cpu", "float32", cache, step=config.train.steps)
-    evaluation = gptmini.evaluate(run, str(text.test), cache=cache)
+    run = gptmini.load(out, "cpu", "float32", step=config.train.steps)
+    evaluation = gptmini.evaluate(run, str(text.test))
     return {
         "bits_per_byte": evaluation.bits_per_byte,
         "seconds": last["seconds"],
@@ -186,9 +187,9 @@ def train_gptmini(config: Config, text: PreparedText, out: Path, cache: Path) ->
     }
 
 
-def train_nanochat(config: Config, trial: Trial, text: PreparedText, cache: Path) -> Settings:
+def train_nanochat(config: Config, trial: Trial, text: PreparedText) -> Settings:
     """Train nanochat's model by its own optimizer on the same windows, and evaluate it."""
-    corpus = prepare_corpus(config, cache)
+    corpus = prepare_corpus(config)
     vocab_size = corpus.tokenizer.vocab_size
     settings = config.train
     torch.manual_seed(seed_from(settings.seed))
@@ -209,7 +210,7 @@ def train_nanochat(config: Config, trial: Trial, text: PreparedText, cache: Path
         cross_entropy_(logits.flatten(0, 1), targets.flatten()).backward()
         optimizer.step(step)
     seconds = time.perf_counter() - started
-    test = prepare_text(DataConfig(path=[str(text.test)]), corpus.tokenizer, cache)
+    test = prepare_text(DataConfig(path=[str(text.test)]), corpus.tokenizer)
     evaluation = evaluate(
         model,  # type: ignore[arg-type] # it has what `evaluate` calls
         iter_validation_batches([test], SEQ_LEN, BATCH_SIZE),

@@ -41,7 +41,7 @@ def measure_step(size: str, ranks: int, reduce: str, rows: int, steps: int) -> f
         text = Path(folder, "text.txt")
         text.write_text("All happy families are alike. " * 4000)
         command = [sys.executable, *LAUNCH, f"--nproc-per-node={ranks}", "-m", "gptmini", "train"]
-        command += [f"--data={text}", f"--out={folder}/run", f"--cache={folder}"]
+        command += [f"--data={text}", f"--out={folder}/run"]
         command += [f"--set={key}={value}" for key, value in settings.items()]
         subprocess.run(command, stdout=subprocess.PIPE, check=True)
         metrics = Path(folder, "run/metrics.jsonl").read_text()

@@ -138,7 +138,7 @@ class Runs:
             words += ["--data", str(self.path)]
         words += [word for setting in settings for word in ("--set", setting)]
         out = self.folder / str(next(self.numbers))
-        words += ["--out", str(out), "--cache", str(self.folder / "cache")]
+        words += ["--out", str(out)]
         command = [sys.executable, "-m", "gptmini", "train", *words]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:

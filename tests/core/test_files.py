@@ -121,8 +121,9 @@ def test_an_error_of_the_disk_names_the_file(tmp_path, monkeypatch):
 
 
 def test_the_cache_is_where_the_desktop_keeps_caches(tmp_path):
-    script = "from gptmini import files; print(files.DEFAULT_CACHE_DIR)"
+    script = "from gptmini import files; print(files.get_cache_folder())"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    del environment["GPTMINI_CACHE"]
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True
     )

@@ -174,10 +174,10 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     note(loop, "train_step")
     note(loop, "evaluate")
     note(evaluate_run, "evaluate")
-    train(config.with_train(compile="auto"), tmp_path / "run", tmp_path / "cache")
+    train(config.with_train(compile="auto"), tmp_path / "run")
     here = timing.Machine(machine.pick_compute("cpu", "float32"))
     here.time_step(config.with_tokenizer("byte", 257))
-    evaluate_run.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
+    evaluate_run.evaluate_text(tmp_path / "run")
     assert seen == {
         "GPT.compute_loss": {1},
         "gptmini.train.loop.train_step": {1},

@@ -46,7 +46,7 @@ def config(text_file: Path) -> Config:
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., RunDirectory]:
     def run(config: Config, name: str = "run") -> RunDirectory:
-        begin_training(config, tmp_path / name, tmp_path / "cache")
+        begin_training(config, tmp_path / name)
         return RunDirectory(tmp_path / name)
 
     return run

@@ -193,7 +193,7 @@ def test_training_follows_that_of_the_cpu(dtype, tolerance, optimizer, tmp_path)
     losses = []
     for device, its_dtype in (("cpu", "float32"), (DEVICE, dtype)):
         asked = settings(tmp_path, device, {}, optimizer=optimizer, dtype=its_dtype)
-        fit(asked, tmp_path / f"{device} in {its_dtype}", tmp_path / "cache")
+        fit(asked, tmp_path / f"{device} in {its_dtype}")
         lines = read_metrics(tmp_path / f"{device} in {its_dtype}" / "metrics.jsonl")
         losses.append([(line["train_loss"], line.get("val_loss", 0.0)) for line in lines])
     assert losses[0][-1][1] < losses[0][3][1]
@@ -212,12 +212,12 @@ def test_training_follows_that_of_the_cpu(dtype, tolerance, optimizer, tmp_path)
 )
 def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_path):
     asked = settings(tmp_path, "cpu", {"attention": attention}, steps=60, eval_every=60)
-    fit(asked, tmp_path / "run", tmp_path / "cache")
+    fit(asked, tmp_path / "run")
     prompts = ["The cat ", "12. The", "", "a text that fills more than the 32 positions of context"]
     drawn: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0}
     plain = load_run(tmp_path / "run", "cpu", "float32").start(prompts, use_cache=False, **drawn)
     expected = [text.tokens for text in plain.finish()]
-    run = load_run(tmp_path / "run", DEVICE, "float32", cache=tmp_path / "cache")
+    run = load_run(tmp_path / "run", DEVICE, "float32")
     together = [text.tokens for text in run.start(prompts, **drawn).finish()]
     alone = [run.start([prompt], **drawn).finish()[0].tokens for prompt in prompts]
     assert together == alone == expected
@@ -245,10 +245,10 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
     model = {"dropout": 0.1, "attention": attention}
     asked = settings(tmp_path, DEVICE, model, deterministic=deterministic, dtype=dtype)
     with mock.patch.object(loop, "train_step", stopping), pytest.raises(Stopped):
-        fit(asked, tmp_path / "stopped", tmp_path / "cache")
+        fit(asked, tmp_path / "stopped")
     assert RunDirectory(tmp_path / "stopped").list_steps()[0] == 5
     for name in ("stopped", "straight"):
-        fit(asked, tmp_path / name, tmp_path / "cache")
+        fit(asked, tmp_path / name)
     ends = [
         RunDirectory(tmp_path / name).load_checkpoint(8, True) for name in ("stopped", "straight")
     ]

@@ -26,7 +26,7 @@ from gptmini.extras.interop.export import export_run
 from gptmini.extras.serve import server
 from tests.local_hub import LocalHub
 from tests.samples import run_of
-from tests.support import needs_posix, new_cache, run_command
+from tests.support import needs_posix, run_command
 
 ROOT = Path(__file__).parents[2]
 READMES = [
@@ -182,7 +182,6 @@ def test_every_command_runs(
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # somebody who types nothing
     monkeypatch.setattr(server, "serve", lambda _, listening: listening.close())
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
@@ -216,7 +215,6 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert text in example
     example = example.replace(text, few)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     assert run_command(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
     provide("my.txt", tmp_path)
     capfd.readouterr()
@@ -229,7 +227,6 @@ def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: 
     (example,) = blocks("python", page)
     curl = next(block for block in blocks("bash", page) if block.startswith("curl "))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     provide("my.txt", tmp_path)
     assert run_command(["gptmini", "train", "my.txt", *SMALL_WORDS], monkeypatch) == 0
     command = [sys.executable, "-m", "gptmini", "serve", "runs/my", "--port", "0"]

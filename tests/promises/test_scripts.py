@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -23,8 +22,6 @@ def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
     words = [str(text), "--steps", "4", "--prompt", "7 is"]
-    prepare = partial(nano.prepare_corpus, cache=tmp_path / "cache")
-    monkeypatch.setattr(nano, "prepare_corpus", prepare)
 
     def run(seed: int) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["nano.py", *words, "--seed", str(seed)])
@@ -53,8 +50,6 @@ def test_the_run_that_nano_saves_is_one_for_every_command(tmp_path, monkeypatch,
     assert not re.search(r"(from|import) gptmini\.", source)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
-    prepare = partial(nano.prepare_corpus, cache=tmp_path / "cache")
-    monkeypatch.setattr(nano, "prepare_corpus", prepare)
     words = ["nano.py", str(text), "--steps", "2", "--out", str(tmp_path / "nano")]
     monkeypatch.setattr(sys, "argv", words)
     with contextlib.redirect_stdout(io.StringIO()) as out:

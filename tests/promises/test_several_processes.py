@@ -55,8 +55,7 @@ def words(text, out, settings=SETTINGS):
         for key, value in values.items()
         if value is not None
     ]
-    cache = out.with_name("cache")
-    paths = ["--data", str(text), "--out", str(out), "--cache", str(cache)]
+    paths = ["--data", str(text), "--out", str(out)]
     return ["train", *paths, *assignments]
 
 

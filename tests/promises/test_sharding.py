@@ -16,7 +16,7 @@ from gptmini.plan.cost import count_parameters
 from gptmini.plan.settle import make_plan
 from gptmini.plan.timing import Machine
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from tests.support import POSITIONS, new_cache, tiny, train
+from tests.support import POSITIONS, tiny, train
 
 TRAIN = {
     "steps": 4,
@@ -56,7 +56,6 @@ def runs(
 ) -> Path:
     """Every case on 1 and 4 processes as runs/CASE-N, and a chain of resumes against a whole."""
     folder = tmp_path_factory.mktemp("sharded")
-    cache = new_cache(folder)
     text = folder / "text.txt"
     text.write_text(
         "".join(f"{n}. the quick brown fox jumps over the lazy dog\n" for n in range(60))
@@ -69,14 +68,14 @@ def runs(
     def launch(processes: int, name: str, requested: Config) -> None:
         file = folder / f"{name}.yaml"
         file.write_text(json.dumps(requested.model_dump(exclude_unset=True)))
-        words = ["train", str(file), "--out", str(folder / name), "--cache", str(cache)]
+        words = ["train", str(file), "--out", str(folder / name)]
         codes, said = start_ranks(processes, *words)
         assert codes == [0] * processes, said
 
     for case in CASES:
-        train(config(case), folder / f"{case}-1", cache)
+        train(config(case), folder / f"{case}-1")
         launch(4, f"{case}-4", config(case))
-    train(config("muon", **CHAIN | {"steps": 6}), folder / "whole", cache)
+    train(config("muon", **CHAIN | {"steps": 6}), folder / "whole")
     launch(2, "chain", config("muon", **CHAIN | {"steps": 2}))
     launch(1, "chain", config("muon", **CHAIN | {"steps": 6}))
     return folder
@@ -140,17 +139,17 @@ def test_a_forgotten_buffer_holds_nan_and_no_other(position: str):
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):
     config = tiny(data={"path": str(text_file)}, train={"micro_batch_size": 1})
-    decided = make_plan(config, None, tmp_path, world_size=2)
+    decided = make_plan(config, None, world_size=2)
     assert not decided.config.train.shard
     assert decided.config.train.reduce == "exact"
     whole = 16 * count_parameters(decided.config.model)
     monkeypatch.setattr(Machine, "get_total_memory", lambda _: 2 * whole - 1)  # of two processes
-    sharded = make_plan(config, None, tmp_path, world_size=2).config.train
+    sharded = make_plan(config, None, world_size=2).config.train
     assert (sharded.shard, sharded.reduce) == (True, "fast")
-    assert not make_plan(config, None, tmp_path, world_size=1).config.train.shard
+    assert not make_plan(config, None, world_size=1).config.train.shard
     monkeypatch.setattr(Machine, "get_total_memory", lambda _: whole - 1)
     with pytest.raises(MachineError, match="bytes"):
-        make_plan(config, None, tmp_path, world_size=2)
+        make_plan(config, None, world_size=2)
 
 
 def test_exact_needs_whole_models(text_file, tmp_path, monkeypatch):
@@ -158,24 +157,22 @@ def test_exact_needs_whole_models(text_file, tmp_path, monkeypatch):
         train = {"micro_batch_size": 1, **settings}
         return tiny(data={"path": str(text_file)}, train=train)
 
-    assert (
-        make_plan(request(shard=True), None, tmp_path, world_size=2).config.train.reduce == "fast"
-    )
-    decided = make_plan(request(reduce="exact", shard=True), None, tmp_path, world_size=1)
+    assert make_plan(request(shard=True), None, world_size=2).config.train.reduce == "fast"
+    decided = make_plan(request(reduce="exact", shard=True), None, world_size=1)
     assert decided.config.train.reduce == "exact"
     with pytest.raises(ConfigError, match=r"train\.reduce: .*train\.shard"):
-        make_plan(request(reduce="exact", shard=True), None, tmp_path, world_size=2)
+        make_plan(request(reduce="exact", shard=True), None, world_size=2)
     whole = 16 * count_parameters(decided.config.model)
     monkeypatch.setattr(Machine, "get_total_memory", lambda _: 2 * whole - 1)
     with pytest.raises(ConfigError, match=r"train\.reduce"):
-        make_plan(request(reduce="exact"), None, tmp_path, world_size=2)
+        make_plan(request(reduce="exact"), None, world_size=2)
 
 
 def test_a_run_that_was_exact_goes_on_in_shards(text_file, tmp_path):
     requested = tiny(data={"path": str(text_file)}, train={"compile": "off"})
     run = RunDirectory(tmp_path / "run")
-    plan = make_plan(requested, run, tmp_path, world_size=2)
+    plan = make_plan(requested, run, world_size=2)
     assert plan.config.train.reduce == "exact"
     run.create(plan.config, plan.corpus.tokenizer, requested)
-    sharded = make_plan(requested.with_train(shard=True), run, tmp_path, world_size=2)
+    sharded = make_plan(requested.with_train(shard=True), run, world_size=2)
     assert sharded.config.train.reduce == "fast"

@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gptmini import files
 from gptmini.extras.engine import graphs
 from gptmini.extras.engine.build import build_library
 from gptmini.extras.engine.gpu_engine import GpuEngine
@@ -105,7 +104,7 @@ def model_of(variant: str, window: int | None, full_every: int | None) -> GPT:
 
 @cache
 def first_engine_of(model: GPT, weights: str) -> NativeEngine:
-    library = build_library(files.DEFAULT_CACHE_DIR)
+    library = build_library()
     assert library is not None
     return NativeEngine(library, model, weights, 1)
 

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         data={"path": str(folder / "text.txt")},
         train={"steps": 3, "seq_len": 16},
     )
-    train(config, folder / "small", folder / "cache")
+    train(config, folder / "small")
     return load_run(folder / "small")
 
 

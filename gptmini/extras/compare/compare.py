@@ -27,7 +27,6 @@ from gptmini.extras.compare.plots import draw_comparison
 from gptmini.extras.compare.statistics import Difference, import_scipy
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
 from gptmini.figures.plots import Figure, save_figure
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
 from gptmini.plan.reconcile import share_choices
@@ -77,7 +76,6 @@ def compare(
     config: Config | Mapping[str, Any] | str | Path,
     seeds: int = 1,
     out: str | Path = "runs/compare",
-    cache: Path = DEFAULT_CACHE_DIR,
     *,
     split: Split = "validation",
 ) -> Comparison:
@@ -101,14 +99,13 @@ def compare(
             models[name] = variant
         else:
             configs[name] = override(base, variant, name)
-    return compare_variants(configs, seeds, Path(out), cache, split, models)
+    return compare_variants(configs, seeds, Path(out), split, models)
 
 
 def compare_variants(
     configs: Mapping[str, Config],
     seeds: int,
     out: Path,
-    cache: Path,
     split: Split = "validation",
     models: Mapping[str, BuildModel] | None = None,
 ) -> Comparison:
@@ -119,7 +116,7 @@ def compare_variants(
         )
     if seeds > 1:
         import_scipy()  # if it is missing, say so before hours of training
-    trained = train_all(plan_runs(configs, seeds, out, models or {}), cache, split)
+    trained = train_all(plan_runs(configs, seeds, out, models or {}), split)
     return _measure(trained, out, split)
 
 
@@ -175,7 +172,7 @@ def _dump_settings(config: Config) -> bytes:
     return yamlfile.dump(config.model_dump(exclude_unset=True)).encode()
 
 
-def train_all(planned: list[TrainingRun], cache: Path, split: Split) -> dict[str, list[Path]]:
+def train_all(planned: list[TrainingRun], split: Split) -> dict[str, list[Path]]:
     """Train or resume every run to its end; return the run directories of each variant.
 
     Whatever the first run chooses for itself applies to all. Raises DataError once a run turns out
@@ -197,13 +194,13 @@ def train_all(planned: list[TrainingRun], cache: Path, split: Split) -> dict[str
             config = share_choices(config, RunDirectory(first.out))
         seed = config.train.seed
         title = f"compare: run {number} of {len(planned)}: {run.variant}, seed {seed}"
-        _train(run, config, cache, split, title)
+        _train(run, config, split, title)
         read_comparable_losses([first.out, run.out], split)  # or it is refused now
         paths.setdefault(run.variant, []).append(run.out)
     return paths
 
 
-def _train(run: TrainingRun, config: Config, cache: Path, split: Split, title: str) -> None:
+def _train(run: TrainingRun, config: Config, split: Split, title: str) -> None:
     """Train one run to its end, unless it is there already, and measure its losses if need be."""
     directory = RunDirectory(run.out)
     if directory.exists:
@@ -215,10 +212,10 @@ def _train(run: TrainingRun, config: Config, cache: Path, split: Split, title: s
     say(f"{title}: already finished" if is_finished else title)
     if not is_finished:
         torch.compiler.reset()  # torch limits how many models a process compiles
-        fit(config, run.out, cache, model=run.model)
+        fit(config, run.out, model=run.model)
     if find_losses(directory, split) is None:
-        trained = load_run(run.out, config.train.device, "float32", cache, model=run.model)
-        evaluate_text(trained, split=split, cache=cache)
+        trained = load_run(run.out, config.train.device, "float32", model=run.model)
+        evaluate_text(trained, split=split)
 
 
 def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None) -> None:

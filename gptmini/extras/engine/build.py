@@ -39,7 +39,7 @@ OTHER_NATIVE_TARGETS: list[tuple[str, ...]] = [("-mcpu=native",), ()]
 
 
 @lru_cache
-def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctypes.CDLL | None:
+def build_library(target: tuple[str, ...] = NATIVE_TARGET) -> ctypes.CDLL | None:
     """Return the compiled step, from the cache or compiled now; None if there is no compiler.
 
     If compiling fails, warns and returns None; as the result is remembered, once per process.
@@ -57,7 +57,7 @@ def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctype
     for source in SOURCE_FILES:
         digest.update(source.read_bytes())
     digest.update(json.dumps([command, attempts, _read_processor()]).encode())
-    library = cache / "native" / f"{digest.hexdigest()[:16]}{LIBRARY_SUFFIX}"
+    library = files.get_cache_folder() / "native" / f"{digest.hexdigest()[:16]}{LIBRARY_SUFFIX}"
     try:
         if not library.exists():
             _compile(command, attempts, library)

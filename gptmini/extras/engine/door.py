@@ -1,7 +1,6 @@
 """Choose the engine for a model: what `gptmini.generate.engine.open_engine` asks for."""
 
 import ctypes
-from pathlib import Path
 
 from gptmini.console import show_elapsed
 from gptmini.extras.engine.build import build_library
@@ -13,21 +12,21 @@ from gptmini.generate.own_model import find_own_module
 from gptmini.model.gpt import GPT
 
 
-def open_engine(model: GPT, n_slots: int, weights: str, cache: Path) -> Engine | None:
+def open_engine(model: GPT, n_slots: int, weights: str) -> Engine | None:
     """Open a faster engine than PyTorch's; None if there is none for this model."""
     if own := find_own_module(model):
         warn_of_mismatch(model, own)
         return None
     if model.device.type != "cpu":
         return GpuEngine(model, n_slots, weights)
-    library = load_library(model, weights, cache)
+    library = load_library(model, weights)
     return None if library is None else NativeEngine(library, model, weights, n_slots)
 
 
-def load_library(model: GPT, weights: str, cache: Path) -> ctypes.CDLL | None:
+def load_library(model: GPT, weights: str) -> ctypes.CDLL | None:
     """Return the compiled step if this machine can build one and it computes this model."""
     with show_elapsed("compiling the engine, once for this machine"):
-        library = build_library(cache)
+        library = build_library()
     if library is None or not matches_torch(library, model, weights):
         return None
     return library

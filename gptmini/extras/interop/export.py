@@ -90,18 +90,14 @@ class Export:
 
 
 def export_run(
-    run: Run | str | Path,
-    out: str | Path,
-    to: str = "hf",
-    weights: str = "f16",
-    cache: Path = files.DEFAULT_CACHE_DIR,
+    run: Run | str | Path, out: str | Path, to: str = "hf", weights: str = "f16"
 ) -> Export:
     """Write a run as a folder for Hugging Face's libraries (`hf`) or a file for llama.cpp (`gguf`).
 
     `weights` is the type of matrices in GGUF: f32, f16, bf16 or q8_0. Raises ConfigError if no
     architecture fits the run's settings, GptminiError if the result computes something else.
     """
-    run = run if isinstance(run, Run) else load_run(run, "cpu", "float32", cache)
+    run = run if isinstance(run, Run) else load_run(run, "cpu", "float32")
     if run.weights != "float32":
         raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
     if own := find_own_module(run.model):
@@ -114,7 +110,7 @@ def export_run(
     if to == "gguf":
         gguf.check_supported(config, run.tokenizer, weights)
     with files.atomic_output(out) as partial:
-        tokens = choose_tokens(run, cache)  # (2, T)
+        tokens = choose_tokens(run)  # (2, T)
         every = max(1, tokens.numel() * run.tokenizer.vocab_size // MAX_COMPARED_LOGITS)
 
         def compute(config: ModelConfig, weights: Tensors) -> Tensor:
@@ -200,7 +196,7 @@ def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor, every:
     return model.compute_logits(hidden)
 
 
-def choose_tokens(run: Run, cache: Path) -> Tensor:
+def choose_tokens(run: Run) -> Tensor:
     """Choose tokens (2, T) to compare logits on: a text and random tokens.
 
     The text is held-out text if it is there. It fills the first row as far as it goes.
@@ -209,7 +205,7 @@ def choose_tokens(run: Run, cache: Path) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(run.tokenizer.vocab_size, (2, length), generator=generator)
     try:
-        held_out = load_corpus(run, cache).validation[0]
+        held_out = load_corpus(run).validation[0]
         numbers = held_out.read(0, min(length, len(held_out)))
         text = torch.from_numpy(numbers.astype("int64"))
     except GptminiError:  # an imported run has none, and a text may have changed since

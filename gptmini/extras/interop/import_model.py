@@ -28,12 +28,7 @@ FINETUNE_SETTINGS: dict[str, Any] = {
 FINETUNE_ROW_LENGTH = 256
 
 
-def import_model(
-    source: str | Path,
-    out: str | Path,
-    context_length: int | None = None,
-    cache: Path = files.DEFAULT_CACHE_DIR,
-) -> Run:
+def import_model(source: str | Path, out: str | Path, context_length: int | None = None) -> Run:
     """Make a run, at step 0, of a folder in Hugging Face's format or of a GGUF file.
 
     `source` may also name a model of the Hugging Face Hub, as OWNER/NAME. The run appears at `out`
@@ -43,7 +38,7 @@ def import_model(
     """
     out = Path(out)
     write_imported_run(parse_source(source), out, context_length)
-    return load_run(out, weights="float32", cache=cache)
+    return load_run(out, weights="float32")
 
 
 def parse_source(source: str | Path) -> ModelName | Path:

@@ -113,7 +113,7 @@ def build_page(
 def find_opening(run: Run) -> str:
     """Find about OPENING_LENGTH characters of held-out text; "" where that is not there."""
     try:
-        held_out = load_corpus(run, run.cache).validation[0]
+        held_out = load_corpus(run).validation[0]
     except GptminiError:  # an imported run has none, and a text may have changed since
         return ""
     tokens = held_out.read(0, min(OPENING_TOKENS, len(held_out)))

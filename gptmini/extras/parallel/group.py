@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +38,8 @@ class ParallelGroup(Ranks):
     device: torch.device
     shards: "Shards | None" = None
 
-    def make_plan(self, requested: Config, run: RunDirectory, cache: Path, started: float) -> Plan:
-        plan = plan_on_all_ranks(requested, run, cache, started, self)
+    def make_plan(self, requested: Config, run: RunDirectory, started: float) -> Plan:
+        plan = plan_on_all_ranks(requested, run, started, self)
         self.device = plan.machine.compute.device
         self.is_sharded = plan.config.train.shard
         if self.is_sharded:

@@ -26,9 +26,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 SAME_START_REMEDY = "start all ranks with the same command, code and files"
 
 
-def plan_on_all_ranks(
-    requested: Config, run: RunDirectory, cache: Path, started: float, group: Ranks
-) -> Plan:
+def plan_on_all_ranks(requested: Config, run: RunDirectory, started: float, group: Ranks) -> Plan:
     """Make a plan on rank 0, and return the same on every rank.
 
     One rank of each machine prepares the text before the others read it. Raises as `make_plan`, and
@@ -43,13 +41,13 @@ def plan_on_all_ranks(
     group.check_same(_describe_environment(compute) | settings, SAME_START_REMEDY)
 
     def plan_alone() -> tuple[Plan, Tokenizer]:
-        plan = make_plan(requested, run, cache, started, world_size=group.world_size)
+        plan = make_plan(requested, run, started, world_size=group.world_size)
         own: Any = None  # of each rank
         return replace(plan, corpus=own, machine=own), plan.corpus.tokenizer
 
     plan, tokenizer = group.on_rank_zero(plan_alone)
     corpus = group.on_local_rank_zero_first(
-        lambda: prepare_corpus(plan.config, cache, tokenizer=tokenizer)
+        lambda: prepare_corpus(plan.config, tokenizer=tokenizer)
     )
     group.check_same({"the text": corpus.content[:12]}, SAME_START_REMEDY)
     machine.keep_freed_memory()

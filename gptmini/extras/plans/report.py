@@ -1,6 +1,5 @@
 """Estimate a training run on N accelerators, and print what `gptmini size` adds for them."""
 
-from pathlib import Path
 from typing import Any
 
 from gptmini.config.settings import Config
@@ -12,7 +11,7 @@ from gptmini.plan.settle import make_plan
 
 
 def estimate_on_accelerators(
-    requested: Config, cache: Path, accelerator: Accelerator, world_size: int, shard: bool
+    requested: Config, accelerator: Accelerator, world_size: int, shard: bool
 ) -> dict[str, Any]:
     """Estimate everything for `world_size` accelerators, as JSON data.
 
@@ -20,7 +19,7 @@ def estimate_on_accelerators(
     are no epochs to count. Setting `train.shard` does the same as `shard`.
     """
     shard = shard or (requested.train.shard and world_size > 1)
-    config, settled = _plan_for_accelerators(requested.with_train(shard=shard), cache, world_size)
+    config, settled = _plan_for_accelerators(requested.with_train(shard=shard), world_size)
     is_micro_batch_open = requested.train.micro_batch_size is None
     plan = plans.plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
     tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
@@ -51,9 +50,7 @@ def estimate_on_accelerators(
     }
 
 
-def _plan_for_accelerators(
-    requested: Config, cache: Path, world_size: int
-) -> tuple[Config, Plan | None]:
+def _plan_for_accelerators(requested: Config, world_size: int) -> tuple[Config, Plan | None]:
     """Settle what the accelerators leave open; without a plan where no text is needed."""
     if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
         model = {"dropout": requested.model.dropout or 0.0}
@@ -62,7 +59,7 @@ def _plan_for_accelerators(
     elsewhere = requested.with_train(
         device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
     )
-    plan = make_plan(elsewhere, None, cache, dry_run=True, world_size=world_size)
+    plan = make_plan(elsewhere, None, dry_run=True, world_size=world_size)
     return plan.config, plan
 
 

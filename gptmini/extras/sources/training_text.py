@@ -24,12 +24,12 @@ def find_copies(run: Run, text: str, prompt: str = "") -> Copies:
     """Find what of a text stands in the training text of a run; `Run.find_copies` describes it."""
     with _reading:
         if run not in _texts:
-            _texts[run] = read_training_text(run.path, run.config.data, run.corpus, run.cache)
+            _texts[run] = read_training_text(run.path, run.config.data, run.corpus)
         source = _texts[run]
     return Copies(source, text, prompt)
 
 
-def read_training_text(run: Path, settings: DataConfig, content: str, cache: Path) -> SourceText:
+def read_training_text(run: Path, settings: DataConfig, content: str) -> SourceText:
     """Read the training text of a run.
 
     `settings` are those of the section `data`, and `content` is the SHA-256 of the text that the
@@ -45,7 +45,7 @@ def read_training_text(run: Path, settings: DataConfig, content: str, cache: Pat
         raise DataError(
             f"{run}: was trained on standard input, which is gone; train on a file to find sources"
         )
-    with open_text(settings, cache) as text:
+    with open_text(settings) as text:
         if not isinstance(text, TrainingText):
             raise DataError(
                 f"{run}: was trained on token numbers, which say no words; sources are found in "

@@ -30,7 +30,6 @@ ERRORS = [
     ),
     (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
     (["train", "--data", "builtin:x"], 3, "choose builtin:python-docs"),
-    (["train", "--cache", "/dev/null/x"], 5, "--cache"),
     (["train", "--step", "3"], 2, "--steps); see"),  # not base.step
     (["train", "--resume"], 2, "gptmini train RUN"),
     (["train", "--init_from=gpt2"], 2, "use --from"),

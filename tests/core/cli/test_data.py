@@ -50,9 +50,9 @@ def test_train_uses_what_prepare_has_prepared(gptmini, text_file: Path, tmp_path
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
+def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, monkeypatch, number, code):
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     command = [sys.executable, "-m", "gptmini", "data", "prepare", "--data", "-"]
-    command += ["--cache", str(tmp_path / "cache")]
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         while not list(tmp_path.glob("cache/.tmp-*")):

@@ -199,9 +199,9 @@ def test_without_a_template_conversations_are_refused():
         encode(ASK, ANSWER, tokenizer=TOKENIZER)
 
 
-def prepared(path: Path, cache: Path, kind: str, **data: Any) -> Corpus:
+def prepared(path: Path, kind: str, **data: Any) -> Corpus:
     config = tiny(data={"path": str(path), **data}, tokenizer={"kind": kind})
-    return corpus.prepare_corpus(config, cache)
+    return corpus.prepare_corpus(config)
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
@@ -210,7 +210,7 @@ def test_a_new_model_gets_the_tokens_and_the_template_of_chatml(tmp_path, kind):
         gpt2()
     turns = [SYSTEM, {**ASK, "content": "Why?"}, ANSWER, ASK, {**ANSWER, "content": "No."}]
     records = [{"messages": turns}] * 40 + [{"text": "plain prose. " * 10}] * 9
-    learned = prepared(write(tmp_path / "a.jsonl", *records), tmp_path / "cache", kind)
+    learned = prepared(write(tmp_path / "a.jsonl", *records), kind)
     tokenizer = learned.tokenizer
     names = ["<|endoftext|>", "<|im_start|>", END]
     assert list(tokenizer.special_tokens) == names
@@ -236,7 +236,7 @@ def test_a_new_model_gets_the_tokens_and_the_template_of_chatml(tmp_path, kind):
 
 def test_a_question_to_validate_on_is_read(tmp_path):
     records = [{"messages": [ASK, ANSWER]}] * 90
-    learned = prepared(write(tmp_path / "a.jsonl", *records), tmp_path / "cache", "bpe")
+    learned = prepared(write(tmp_path / "a.jsonl", *records), "bpe")
     question = spell(learned.tokenizer, np.array(learned.read_question()))
     asked = f"<|im_start|>user\nWhat is it?{END}\n<|im_start|>assistant\n"
     assert question == f"<|endoftext|>{asked}"
@@ -244,7 +244,7 @@ def test_a_question_to_validate_on_is_read(tmp_path):
 
 def test_prose_alone_gets_neither(tmp_path):
     path = write(tmp_path / "a.jsonl", *[{"text": "plain prose. " * 10}] * 9)
-    tokenizer = prepared(path, tmp_path / "cache", "byte").tokenizer
+    tokenizer = prepared(path, "byte").tokenizer
     assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 257)
 
 

@@ -27,10 +27,15 @@ from tests.support import WORDS, tiny
 DOCUMENT = 256
 
 
-def prepared(path: object, cache: Path, kind: str = "byte", **data: Any) -> Corpus:
+@pytest.fixture(autouse=True)
+def in_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+
+
+def prepared(path: object, kind: str = "byte", **data: Any) -> Corpus:
     given = data | {"path": list(map(str, path)) if isinstance(path, list) else str(path)}
     config = tiny(data=given, tokenizer={"kind": kind}, model={"context_length": 2, "n_head": 1})
-    return corpora.prepare_corpus(config, cache)
+    return corpora.prepare_corpus(config)
 
 
 def tokens_of(*texts: TokenFile) -> list[int]:
@@ -40,7 +45,7 @@ def tokens_of(*texts: TokenFile) -> list[int]:
 def test_the_tail_is_held_out(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_bytes("héllo\r\nwörld\n".encode())
-    corpus = prepared(path, tmp_path / "cache", validation=0.34)
+    corpus = prepared(path, validation=0.34)
     expected = [DOCUMENT, *"héllo\nwörld\n".encode()]
     assert tokens_of(*corpus.training) == expected[:-6]  # no character is cut in two
     assert tokens_of(*corpus.validation) == expected[-6:]
@@ -58,7 +63,7 @@ def whole(path: Path) -> TextPart:
 def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, kind):
     path = tmp_path / "a.txt"
     path.write_text("the cat sat on the mat " * 90 + "the zyzzyva 東 " * 10)
-    corpus = prepared(path, tmp_path / "cache", kind, validation=0.02, test=0.05)
+    corpus = prepared(path, kind, validation=0.02, test=0.05)
     known = {corpus.tokenizer.decode([token]) for token in range(corpus.tokenizer.vocab_size)}
     assert not {"東", "zy", " zyzzyva"} & known
     assert "東" in corpora.learn_tokenizer("char", None, [whole(path)], chat=False).characters
@@ -73,7 +78,7 @@ def test_a_vocabulary_suits_the_text_and_not_its_file(tmp_path: Path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(60 * words.encode()))
     assert (tmp_path / "a.txt.gz").stat().st_size < 40_000
     for name in ("a.txt", "a.txt.gz"):
-        corpus = prepared(tmp_path / name, tmp_path / "cache", "auto")
+        corpus = prepared(tmp_path / name, "auto")
         assert corpus.tokenizer.vocab_size == 512, name
 
 
@@ -124,17 +129,17 @@ def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, te
 def test_the_test_part_changes_nothing_but_is_left_out(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text(WORDS * 40)
-    corpus = prepared(path, tmp_path / "cache", validation=0.1, test=0.2)
+    corpus = prepared(path, validation=0.1, test=0.2)
     assert corpus.test == []
     config = tiny(data={"path": str(path), "validation": 0.1, "test": 0.2})
-    with_test = corpora.prepare_corpus(config, tmp_path / "cache", with_test=True)
+    with_test = corpora.prepare_corpus(config, with_test=True)
     assert with_test.content == corpus.content
     sides = [with_test.training, with_test.test, with_test.validation]
     whole = [token for side in sides for token in tokens_of(*side)]
     assert whole == [DOCUMENT, *(WORDS * 40).encode()]
     lengths = [sum(map(len, side)) / len(WORDS * 40) for side in sides]
     assert lengths == pytest.approx([0.7, 0.2, 0.1], abs=0.01)
-    other = prepared(path, tmp_path / "cache", validation=0.2, test=0.1)
+    other = prepared(path, validation=0.2, test=0.1)
     assert other.content != corpus.content
 
 
@@ -153,7 +158,7 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
     settings = {"path": str(path), "split": split, "validation": 0.1, "test": 0.2}
     config = tiny(data=settings, model={"context_length": 2, "n_head": 1})
     cache = tmp_path / "cache"
-    corpus = corpora.prepare_corpus(config, cache, with_test=True)
+    corpus = corpora.prepare_corpus(config, with_test=True)
     assert read == [path] * 3
     whole = {file: file.read_bytes() for file in cache.iterdir()}
     assert len(whole) == 6
@@ -161,7 +166,7 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
     damaged = corpus.validation[0].path
     damaged.write_bytes(b"")
     others = {file: file.stat().st_mtime_ns for file in whole if file.stem != damaged.stem}
-    corpora.prepare_corpus(config, cache, with_test=True)
+    corpora.prepare_corpus(config, with_test=True)
     assert {file: file.read_bytes() for file in cache.iterdir()} == whole
     assert {file: file.stat().st_mtime_ns for file in others} == others
 
@@ -169,31 +174,31 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
 def test_a_long_first_line_does_not_move_the_cut(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("title\n" + "x" * 20_000)
-    corpus = prepared(path, tmp_path / "cache", validation=0.1)
+    corpus = prepared(path, validation=0.1)
     assert sum(map(len, corpus.validation)) == pytest.approx(2000, abs=10)
 
 
 def test_whole_documents_are_held_out(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("|".join(f"document {n}" for n in range(200)))
-    corpus = prepared(path, tmp_path / "c", split="documents", separator="|", validation=0.2)
+    corpus = prepared(path, split="documents", separator="|", validation=0.2)
     sides = [tokens_of(*side) for side in (corpus.training, corpus.validation)]
     assert all(side[0] == DOCUMENT for side in sides)
     assert sum(side.count(DOCUMENT) for side in sides) == 200
     path.write_text("one document")
     with pytest.raises(DataError, match=r"leaves no document for validation; .*data.split=tail"):
-        prepared(path, tmp_path / "c", split="documents", validation=1e-9)
+        prepared(path, split="documents", validation=1e-9)
 
 
 def test_a_separate_text_is_held_out(tmp_path: Path):
     ours, theirs = tmp_path / "a.txt", tmp_path / "b.txt"
     ours.write_text("all of this")
     theirs.write_text("none of that")
-    corpus = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    corpus = prepared(ours, validation_path=str(theirs))
     assert tokens_of(*corpus.training) == [DOCUMENT, *b"all of this"]
     assert tokens_of(*corpus.validation) == [DOCUMENT, *b"none of that"]
     theirs.write_text("something else")
-    again = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    again = prepared(ours, validation_path=str(theirs))
     assert again.content != corpus.content
 
 
@@ -201,10 +206,10 @@ def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for path in paths:
         path.write_text(path.stem * 20)
-    apart = prepared(paths, tmp_path / "cache", weights=[3.0, 1.0], validation=0.2)
+    apart = prepared(paths, weights=[3.0, 1.0], validation=0.2)
     assert [set(tokens_of(one)) - {DOCUMENT} for one in apart.training] == [{97}, {98}]
     assert [len(one) for one in apart.validation] == [4, 4]
-    together = prepared(paths, tmp_path / "cache", validation=0.2)
+    together = prepared(paths, validation=0.2)
     expected = [DOCUMENT, *b"a" * 20, DOCUMENT, *b"b" * 20]
     assert tokens_of(*together.training, *together.validation) == expected
 
@@ -215,7 +220,7 @@ def test_too_short_a_text_is_refused_with_both_lengths(tmp_path: Path):
     config = tiny(data={"path": str(path)}, model={"context_length": 10})
     expected = r"a.txt: too short: 2 of its tokens are for validation, but one window needs 11;"
     with pytest.raises(DataError, match=expected):
-        corpora.prepare_corpus(config, tmp_path / "cache")
+        corpora.prepare_corpus(config)
 
 
 def test_one_window_and_the_token_after_it_are_enough(tmp_path: Path):
@@ -224,10 +229,10 @@ def test_one_window_and_the_token_after_it_are_enough(tmp_path: Path):
     data = {"path": str(tmp_path / "a.txt"), "validation_path": str(held_out)}
     config = tiny(data=data, model={"context_length": 10})
     held_out.write_text("y" * 10)  # the end-of-text token stands before them
-    assert corpora.prepare_corpus(config, tmp_path / "cache").held_out == 11
+    assert corpora.prepare_corpus(config).held_out == 11
     held_out.write_text("y" * 9)
     with pytest.raises(DataError, match="are for validation, but one window needs 11"):
-        corpora.prepare_corpus(config, tmp_path / "cache")
+        corpora.prepare_corpus(config)
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t ", b"\xef\xbb\xbf"])
@@ -235,22 +240,22 @@ def test_blank_text_is_refused_and_leaves_nothing(tmp_path: Path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"a.txt: contains no text"):
-        prepared(path, tmp_path / "cache")
+        prepared(path)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["bpe", "auto"])
 def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind):
     cache = tmp_path / "cache"
-    first = prepared(text_file, cache, kind)
+    first = prepared(text_file, kind)
     path = first.training[0].path
     made = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
-    assert prepared(text_file, cache, kind).training[0].path == path
+    assert prepared(text_file, kind).training[0].path == path
     assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
     for file, (whole, _) in made.items():
         for damaged in (whole[: len(whole) // 2], b"x" * 200):
             file.write_bytes(damaged)
-            prepared(text_file, cache, kind)
+            prepared(text_file, kind)
             assert file.read_bytes() == whole
     assert made.keys() == set(cache.iterdir())
 
@@ -261,7 +266,7 @@ def test_vocabularies_of_several_sizes_have_places_of_their_own(text_file: Path,
         config = tiny(
             data={"path": str(text_file)}, tokenizer={"kind": "bpe", "vocab_size": vocab_size}
         )
-        corpus = corpora.prepare_corpus(config, tmp_path / "cache")
+        corpus = corpora.prepare_corpus(config)
         sizes.append(corpus.tokenizer.vocab_size)
     assert sizes == [300, 280, 300]
 
@@ -273,13 +278,14 @@ def test_text_that_changes_while_read_leaves_nothing(text_file: Path, tmp_path: 
 
     monkeypatch.setattr(corpora, "create_tokenizer", change_the_file)
     with pytest.raises(DataError, match="changed while being read"):
-        prepared(text_file, tmp_path / "cache")
+        prepared(text_file)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):
-    with pytest.raises(MachineError, match="--cache"):
-        prepared(text_file, text_file / "below-a-file")
+def test_a_cache_that_cannot_be_written_names_the_variable(text_file: Path, monkeypatch):
+    monkeypatch.setenv("GPTMINI_CACHE", "/dev/null/x")
+    with pytest.raises(MachineError, match=r"/dev/null/x: .*GPTMINI_CACHE"):
+        prepared(text_file)
 
 
 def test_token_files_are_the_same_on_any_number_of_cores(
@@ -289,7 +295,8 @@ def test_token_files_are_the_same_on_any_number_of_cores(
     whole = []
     for cores in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
+        monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / f"cache{cores}"))
+        corpus = prepared(text_file, "bpe")
         whole.append(corpus.training[0].path.read_bytes())
     assert whole[0] == whole[1] == whole[2]
     assert len(whole[0]) > 100
@@ -301,7 +308,7 @@ def test_leftovers_of_killed_processes_are_deleted_after_a_day(text_file: Path, 
     for name in (".tmp-2-x.bin", ".tmp-3-x.bin"):
         (cache / name).write_bytes(b"x")
     os.utime(cache / ".tmp-2-x.bin", (0, 0))
-    prepared(text_file, cache)
+    prepared(text_file)
     assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.bin"]
 
 
@@ -315,7 +322,7 @@ def test_any_bytes_round_trip_or_are_one_error(tmp_path: Path, kind, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     try:
-        corpus = prepared(path, tmp_path / "cache", kind, errors="replace", validation=0.5)
+        corpus = prepared(path, kind, errors="replace", validation=0.5)
     except DataError as error:
         short = len(content) < 20
         no_text = b"\0" in content or not content.strip() or "not plain text" in error.lines[0]
@@ -339,7 +346,7 @@ def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
     numbers = [256, 300, 65_535, 65_536, 69_999] * 100
     (tmp_path / "a.txt").write_text("".join(f" {number}" for number in numbers))
     kind = str(tmp_path / "t.json")
-    corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)
+    corpus = prepared(tmp_path / "a.txt", kind, validation=0.3)
     assert tokens_of(*corpus.training, *corpus.validation) == [70_000, *numbers]
     assert corpus.training[0].dtype.itemsize == 4
 
@@ -350,9 +357,9 @@ def test_of_a_large_text_less_than_a_tenth_is_held_out(tmp_path: Path, monkeypat
     path.write_text("|".join(f"document {number:5}" for number in range(2000)))
     for held_out, expected in [(1_500_000, 0.1), (600, 0.02)]:
         monkeypatch.setattr(corpora, "MAX_HELD_OUT_BYTES", held_out)
-        corpus = prepared(path, tmp_path / "cache", split=split, separator="|")
+        corpus = prepared(path, split=split, separator="|")
         ((training,), (validation,)) = corpus.training, corpus.validation
         share = len(validation) / (len(training) + len(validation))
         assert share == pytest.approx(expected, rel=0.3)
-    corpus = prepared(path, tmp_path / "cache", split=split, separator="|", validation=0.5)
+    corpus = prepared(path, split=split, separator="|", validation=0.5)
     assert len(corpus.validation[0]) == pytest.approx(len(corpus.training[0]), rel=0.2)

@@ -10,6 +10,7 @@ from gptmini.data import corpus
 from gptmini.data.numbers import read_numbers
 from gptmini.data.token_file import Corpus
 from gptmini.errors import ConfigError, DataError
+from gptmini.files import get_cache_folder
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import gpt2, tiny
 
@@ -30,7 +31,7 @@ def write(path: Path, numbers: list[int] = NUMBERS) -> Path:
 def prepared(path: Path, /, kind: str = "byte", **data: Any) -> Corpus:
     settings = {"path": str(path), "validation": 0.1} | data
     config = tiny(data=settings, tokenizer={"kind": kind})
-    return corpus.prepare_corpus(config, path.parent / "cache")
+    return corpus.prepare_corpus(config)
 
 
 def read(*texts: Any) -> list[int]:
@@ -76,7 +77,7 @@ def test_the_tail_of_all_files_is_held_out(tmp_path):
         data={"path": f"{tmp_path}/*.bin", "validation": 0.3, "test": 0.05},
         tokenizer={"kind": "byte"},
     )
-    found = corpus.prepare_corpus(config, tmp_path / "cache", with_test=True)
+    found = corpus.prepare_corpus(config, with_test=True)
     parts = [read(*found.training), read(*found.test), read(*found.validation)]
     assert parts == [whole[:3120], whole[3120:3360], whole[3360:]]
     apart = prepared(paths[0], path=[str(path) for path in paths], weights=[1, 3])
@@ -87,7 +88,7 @@ def test_the_tail_of_all_files_is_held_out(tmp_path):
 def test_a_cached_copy_is_checked_and_made_again(tmp_path):
     path = write(tmp_path / "a.bin")
     made = prepared(path).content
-    (copied,) = (tmp_path / "cache").glob("*.bin")
+    (copied,) = get_cache_folder().glob("*.bin")
     copied.write_bytes(b"damaged")
     assert prepared(path).content == made
     assert copied.stat().st_size == 2 * len(NUMBERS)

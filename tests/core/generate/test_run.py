@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     config = tiny(data={"path": str(folder / "text.txt")}, train={"steps": 3})
-    train(config, folder / "run", folder / "cache")
+    train(config, folder / "run")
     return folder / "run"
 
 

@@ -440,7 +440,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, planned_s
         {},
     )
     run = tmp_path / "run"
-    train(config, run, tmp_path / "cache", clock.now)
+    train(config, run, clock.now)
     assert clock.now - 1000 == pytest.approx(120, abs=6 + speeds[0])  # a step more or less
     finished = RunDirectory(run)
     final = finished.load_config()
@@ -449,12 +449,12 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, planned_s
     assert checkpoint.step == final.train.steps
     # The configuration that it ended with makes the same run.
     weights = checkpoint.model
-    train(final.with_train(minutes=None), tmp_path / "again", tmp_path / "cache")
+    train(final.with_train(minutes=None), tmp_path / "again")
     again = RunDirectory(tmp_path / "again").load_newest()
     assert again is not None
     assert all(torch.equal(weights[name], again.model[name]) for name in weights)
     # The same command finds it finished.
-    train(config, run, tmp_path / "cache")
+    train(config, run)
 
 
 @pytest.mark.parametrize("log_every", [None, 10_000])  # a rare log does not turn this off
@@ -470,14 +470,14 @@ def test_a_run_that_is_faster_than_planned_ends_before_it_memorizes_its_text(
     if log_every is not None:
         sections["train"]["log_every"] = log_every
     config = validate(sections, {})
-    train(config, tmp_path / "run", tmp_path / "cache")
+    train(config, tmp_path / "run")
     final = RunDirectory(tmp_path / "run").load_config()
-    corpus = prepare_corpus(config, tmp_path / "cache")
+    corpus = prepare_corpus(config)
     useful = compute_useful_steps(final, measure_corpus(final, corpus))
     assert 100 < useful < 110  # ten epochs of 2,684 tokens in 256 a step; the plan was about 50
     assert final.train.steps == int(useful)
     # More minutes add nothing that is worth having.
-    train(config.with_train(minutes=50.0), tmp_path / "run", tmp_path / "cache")
+    train(config.with_train(minutes=50.0), tmp_path / "run")
     said = f"already finished at step {int(useful)}; more epochs of so short a text would make"
     assert said in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import convert, loop
 from gptmini.train.evaluate_run import evaluate_run, load_corpus
-from tests.support import SMALL, new_cache, tiny
+from tests.support import SMALL, tiny
 from tests.support import train as begin_training
 
 CLOCK = {"seconds", "wall_time", "tokens_per_second", "peak_memory"}
@@ -46,7 +46,7 @@ def base(text_file: Path, tmp_path: Path) -> RunDirectory:
         model={"attention": {"variant": "gqa", "n_kv_head": 2}, "norm": "rmsnorm"},
         train={"lr": 4e-3, "embed_lr": 8e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "batch_size": 4},
     )
-    begin_training(config, tmp_path / "base", new_cache(tmp_path))
+    begin_training(config, tmp_path / "base")
     return RunDirectory(tmp_path / "base")
 
 
@@ -67,7 +67,7 @@ def on(trained: RunDirectory, text: Path, **sections: dict[str, Any]) -> Config:
 def tune(tmp_path: Path):
     def run(config: Config, name: str = "tuned") -> RunDirectory:
         out = RunDirectory(tmp_path / name)
-        loop.train(make_plan(config, out, tmp_path / "cache"), out.path)
+        loop.train(make_plan(config, out), out.path)
         return out
 
     return run
@@ -111,9 +111,8 @@ def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
 def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, requested, tune, tmp_path, capsys):
     run = tune(on(base, Path(requested.data.path[0]), train={**STEPS, "dtype": "float32"}))
     first, *rest = (json.loads(line) for line in run.metrics_file.read_text().splitlines())
-    cache = tmp_path / "cache"
-    text = load_corpus(load_run(run.path, "cpu", "float32", cache), cache).validation
-    expected = evaluate_run(load_run(base.path, "cpu", "float32", cache), text)
+    text = load_corpus(load_run(run.path, "cpu", "float32")).validation
+    expected = evaluate_run(load_run(base.path, "cpu", "float32"), text)
     assert (first["step"], first["tokens"]) == (0, 0)
     assert first["val_loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert first["val_bpb"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
@@ -125,7 +124,7 @@ def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, requested, tune, t
 def test_if_tuning_only_harms_the_base_remains_the_best(base, text_file, tune, tmp_path):
     run = tune(on(base, text_file, train={**STEPS, "lr": 5.0, "muon_lr": 5.0, "keep": 1}))
     assert sorted(run.list_steps()) == [0, 6]
-    best = load_run(run.path, "cpu", "float32", tmp_path / "cache")
+    best = load_run(run.path, "cpu", "float32")
     assert best.step == 0
     assert torch.equal(best.model.embed.weight, base.load_best().model["embed.weight"])
 
@@ -182,7 +181,7 @@ def test_without_a_checkpoint_it_never_begins_untrained(requested, tune):
 
 def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     def decided(**sections: dict[str, Any]) -> Config:
-        return make_plan(on(base, other_text, **sections), None, tmp_path / "cache").config
+        return make_plan(on(base, other_text, **sections), None).config
 
     config = decided()
     trained = base.load_config()
@@ -223,7 +222,7 @@ def test_what_contradicts_the_base_is_refused_by_its_key(
     base, other_text, tmp_path, sections, line
 ):
     with pytest.raises(ConfigError, match=line) as refused:
-        make_plan(on(base, other_text, **sections), None, tmp_path / "cache")
+        make_plan(on(base, other_text, **sections), None)
     assert len(refused.value.lines) == 1
 
 
@@ -239,7 +238,7 @@ def test_the_origin_is_recorded_and_can_be_repeated(base, requested, tune):
 def test_the_same_command_resumes_and_another_base_is_refused(base, requested, tune, tmp_path):
     run = tune(requested)
     first = run.load_config()
-    assert make_plan(requested, run, tmp_path / "cache").config == first
+    assert make_plan(requested, run).config == first
     assert tune(requested.with_train(steps=8)).list_steps()[0] == 8
     shutil.copytree(base.path, tmp_path / "copy")
     for other in (tmp_path / "copy", None):
@@ -270,10 +269,10 @@ def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, requested
 
 def test_a_base_that_changes_meanwhile_is_noticed(base, requested, tmp_path):
     out = RunDirectory(tmp_path / "tuned")
-    plan = make_plan(requested, out, tmp_path / "cache")
+    plan = make_plan(requested, out)
     (base.path / "best.json").unlink()
     longer = base.load_config().with_train(steps=8)
-    begin_training(longer, base.path, tmp_path / "cache")
+    begin_training(longer, base.path)
     assert base.load_best().step != plan.config.base.step
     with pytest.raises(CheckpointError, match="changed while this run was prepared"):
         loop.train(plan, out.path)
@@ -303,7 +302,7 @@ def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monk
     )
     assert (config.train.batch_size, config.base.step) == (4, base.load_best().step)
     assert run.list_steps()[0] == config.train.steps
-    assert make_plan(requested, run, run.path.parent / "cache").config == config
+    assert make_plan(requested, run).config == config
 
 
 @pytest.mark.parametrize(
@@ -319,27 +318,27 @@ def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monk
 )
 def test_few_steps_from_a_base_warm_up(base, other_text, tmp_path, train, warmup):
     sections = on(base, other_text).model_dump(exclude_unset=True) | {"train": train}
-    plan = make_plan(validate(sections, {}), None, tmp_path / "cache", dry_run=True)
+    plan = make_plan(validate(sections, {}), None, dry_run=True)
     assert plan.config.train.warmup_steps == warmup
 
 
 def test_a_plan_needs_no_weights(base, requested, tmp_path):
     for file in base.checkpoints.glob("*/model.safetensors"):
         file.unlink()
-    config = make_plan(requested, None, tmp_path / "cache", dry_run=True).config
+    config = make_plan(requested, None, dry_run=True).config
     assert config.model.n_kv_head == 2
     assert config.base.sha256 is None
 
 
 def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, requested, tune, tmp_path):
-    run = load_run(tune(requested).path, "cpu", "float32", tmp_path / "cache")
+    run = load_run(tune(requested).path, "cpu", "float32")
     shutil.rmtree(base.path)
     mqa = {"variant": "mqa", "n_kv_head": None}
     out = tmp_path / "pooled"
     config = convert.convert_run(run, mqa, 2, out)
     assert config.base.run is None
     assert RunDirectory(out).load_tokenizer().fingerprint == run.tokenizer.fingerprint
-    begin_training(RunDirectory(out).load_config(), out, tmp_path / "cache")
+    begin_training(RunDirectory(out).load_config(), out)
     assert RunDirectory(out).list_steps()[0] == 2
 
 

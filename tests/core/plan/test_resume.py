@@ -55,12 +55,12 @@ def ask(text: Path, asked: dict[str, Any], **train: Any) -> Config:
 
 
 def plan(requested: Config, text: Path, run: RunDirectory | None = None) -> Config:
-    return make_plan(requested, run, text.parent / "cache", machine=MACHINE).config
+    return make_plan(requested, run, machine=MACHINE).config
 
 
 def begin(requested: Config, text: Path, folder: Path) -> RunDirectory:
     run = RunDirectory(folder / "run")
-    made = make_plan(requested, run, text.parent / "cache", machine=MACHINE)
+    made = make_plan(requested, run, machine=MACHINE)
     run.create(made.config, made.corpus.tokenizer, requested)
     return run
 

@@ -32,7 +32,7 @@ from gptmini.plan.reconcile import share_choices
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress
-from tests.support import TINY, new_cache
+from tests.support import TINY
 
 TABLE = Path(__file__).with_name("settings_table.txt")
 COLUMNS = [
@@ -126,14 +126,13 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.cache = new_cache(folder)
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"{n} is a number of its own.\n" for n in range(300)))
         self.plain = {**TINY, "data": {"path": str(self.text)}}
         self.runs: dict[str, RunDirectory] = {}  # by what was asked for
 
     def plan(self, requested: Config, run: RunDirectory | None) -> Config:
-        return make_plan(requested, run, self.cache, dry_run=True).config
+        return make_plan(requested, run, dry_run=True).config
 
     def write_run(self, sections: dict[str, Any]) -> RunDirectory:
         """A run at step 0, with weights, as a base must have them; planning leaves it as it is."""
@@ -141,7 +140,7 @@ class Machine:
         if asked in self.runs:
             return self.runs[asked]
         run = RunDirectory(self.folder / f"run-{len(self.runs)}")
-        plan = make_plan(validate(sections, {}), None, self.cache, dry_run=True)
+        plan = make_plan(validate(sections, {}), None, dry_run=True)
         run.create(plan.config, plan.corpus.tokenizer, plan.request.stated)
         progress = Progress(plan.corpus.content, plan.corpus.tokenizer.fingerprint)
         weights = GPT(plan.config.model).state_dict()

@@ -32,7 +32,7 @@ HALF_A_SECOND = FakeMachine(step=StepTime(0.4, 0.1))  # for each step
 
 
 def plan_on(machine: FakeMachine, sections: dict[str, Any], folder: Path) -> Plan:
-    return make_plan(validate(sections, {}), None, folder / "cache", machine=machine)
+    return make_plan(validate(sections, {}), None, machine=machine)
 
 
 def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
@@ -40,7 +40,7 @@ def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
 ):
     def chosen(steps: int, **model: float | None) -> float | None:
         config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
-        return make_plan(config, None, tmp_path / "cache").config.model.dropout
+        return make_plan(config, None).config.model.dropout
 
     epoch = 2684 // 64  # in steps: of 2,991 tokens 307 are held out
     assert chosen(10) == 0
@@ -79,7 +79,7 @@ def test_epochs_of_weighted_texts_are_those_of_the_most_visited(tmp_path: Path):
         Path(path).write_text("the cat sat on the mat. " * 1000)
     sections: dict[str, Any] = {"data": {"path": paths, "weights": [1, 3]}}
     config = validate(sections | {"tokenizer": {"kind": "byte"}}, {})
-    text = measure_corpus(config, prepare_corpus(config, tmp_path / "cache"))
+    text = measure_corpus(config, prepare_corpus(config))
     assert text.total == pytest.approx(2 * 0.9 * 24_000, rel=0.01)
     assert text.per_epoch == pytest.approx(0.9 * 24_000 * 4 / 3, rel=0.02)
 
@@ -92,7 +92,7 @@ def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path,
         train = {"steps": steps, "batch_size": 4, "optimizer": optimizer, "compile": "off"}
         sections = {"data": {"path": str(text_file)}, "tokenizer": {"kind": "byte"}}
         config = validate(sections | {"model": sizes | model, "train": train}, {})
-        config = make_plan(config, None, tmp_path / "cache").config
+        config = make_plan(config, None).config
         train_ = config.train
         return config.model.tie_embeddings, train_.lr, train_.embed_lr, train_.weight_decay
 
@@ -123,7 +123,7 @@ def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path):
 
 
 def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
-    config = make_plan(tiny(data={"path": str(text_file)}), None, tmp_path / "cache").config
+    config = make_plan(tiny(data={"path": str(text_file)}), None).config
     assert config.model.vocab_size == 257
     assert config.model.dropout is not None
     assert config.train.micro_batch_size is not None
@@ -148,19 +148,19 @@ def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
     (tmp_path / "text.jsonl").write_text(each * documents)
     data = {"path": str(tmp_path / "text.jsonl")}
     config = tiny(data=data, train={"steps": steps, "compile": "off"})
-    assert make_plan(config, None, tmp_path / "cache").config.sample.start == start
+    assert make_plan(config, None).config.sample.start == start
     for stated in ("cat", None):
         config = tiny(data=data, sample={"start": stated})
-        assert make_plan(config, None, tmp_path / "cache").config.sample.start == stated
+        assert make_plan(config, None).config.sample.start == stated
 
 
 def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(text_file: Path, tmp_path: Path):
     requested = tiny(data={"path": str(text_file)})
     run = RunDirectory(tmp_path / "run")
-    plan = make_plan(requested, run, tmp_path / "cache")
+    plan = make_plan(requested, run)
     run.create(plan.config, plan.corpus.tokenizer, requested)
     unmeasured = FakeMachine(compiler=True)
-    assert make_plan(requested, run, tmp_path / "cache", machine=unmeasured).config == plan.config
+    assert make_plan(requested, run, machine=unmeasured).config == plan.config
 
 
 @pytest.mark.parametrize(
@@ -171,20 +171,20 @@ def test_a_resumed_run_adds_gradients_as_it_did(
 ):
     train = {"batch_size": 12, "micro_batch_size": 1, "compile": "off"}
     requested = tiny(data={"path": str(text_file)}, train=train)
-    plan = make_plan(requested, None, tmp_path / "cache", world_size=begun_on)
+    plan = make_plan(requested, None, world_size=begun_on)
     assert plan.config.train.reduce == reduce
     run = RunDirectory(tmp_path / "run")
     run.create(plan.config, plan.corpus.tokenizer, requested)
-    resumed = make_plan(requested, run, tmp_path / "cache", world_size=resumed_on)
+    resumed = make_plan(requested, run, world_size=resumed_on)
     assert resumed.config.train.reduce == reduce
-    new = make_plan(requested, None, tmp_path / "cache", world_size=resumed_on)
+    new = make_plan(requested, None, world_size=resumed_on)
     assert new.config.train.reduce != reduce
 
 
 def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys):
     machine = FakeMachine(step=taking(2.0, 2.0, 1.0), compiler=True)
     config = tiny(data={"path": str(text_file)}, train={"steps": 200})
-    plan = make_plan(config, None, tmp_path / "cache", machine=machine)
+    plan = make_plan(config, None, machine=machine)
     assert plan.config.train.compile == "on"
     said = capsys.readouterr().err
     assert "  compile   on: 1.000 s/step compiled, 2.000 without\n" in said
@@ -194,7 +194,7 @@ def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys)
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(text_file: Path, tmp_path: Path):
     machine = FakeMachine(memory=1 << 10, compiler=True)
     with pytest.raises(MachineError, match="parameters needs"):
-        make_plan(tiny(data={"path": str(text_file)}), None, tmp_path / "cache", machine=machine)
+        make_plan(tiny(data={"path": str(text_file)}), None, machine=machine)
 
 
 @pytest.mark.parametrize(("given", "vocabulary"), [(1, 512), (10, 2048)])
@@ -240,7 +240,7 @@ def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path):
     for train in ({"minutes": 1}, {"steps": 10}):
         config = validate({"data": {"path": str(tmp_path / "text.txt")}, "train": train}, {})
         with pytest.raises(DataError, match=r"text\.txt"):
-            make_plan(config, None, tmp_path / "cache", machine=HALF_A_SECOND)
+            make_plan(config, None, machine=HALF_A_SECOND)
 
 
 def test_models_are_timed_once(tmp_path: Path, capsys):

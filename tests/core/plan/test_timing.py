@@ -130,7 +130,7 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
 def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
     given_back: list[torch.device] = []
     monkeypatch.setattr(settle, "release_freed_memory", given_back.append)
-    plan = make_plan(tiny(data={"path": str(text_file)}), None, tmp_path)
+    plan = make_plan(tiny(data={"path": str(text_file)}), None)
     assert given_back == [plan.machine.compute.device]
 
 
@@ -267,7 +267,7 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
     def run(name: str, compile: str = "on", dropout: float = 0.1) -> dict[str, torch.Tensor]:
         settings = {"compile": compile, "dtype": "float32"}
         config = tiny(data={"path": str(text_file)}, model={"dropout": dropout}, train=settings)
-        train(config, tmp_path / name, tmp_path / "cache")
+        train(config, tmp_path / name)
         found = RunDirectory(tmp_path / name).load_newest()
         assert found is not None
         return found.model

@@ -9,7 +9,7 @@ import pytest
 
 from gptmini.errors import MachineError
 from gptmini.runs import log
-from tests.support import new_cache, tiny, train
+from tests.support import tiny, train
 
 EVALUATED = {"val_loss": 1.5, "val_bpb": 2.0, "sample": "a", "peak_memory": 1}
 
@@ -66,7 +66,7 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch, capsys):
         lambda self, data, step: (logged.append(data), log_of_wandb(self, data, step=step)),
     )
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    train(config, run, new_cache(tmp_path))
+    train(config, run)
     assert (
         f"  tracking  {run}/wandb: offline; upload it with wandb sync\n" in capsys.readouterr().err
     )
@@ -83,7 +83,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(
     with pytest.raises(
         MachineError, match=r"wandb is not installed; run pip install -e '.\[wandb\]'"
     ):
-        train(config, tmp_path / "run", new_cache(tmp_path))
+        train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(text_file, tmp_path, mon
 
     monkeypatch.setitem(log.TRACKERS, "wandb", lambda *_: (write, close))
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    train(config, tmp_path / "run", new_cache(tmp_path))
+    train(config, tmp_path / "run")
     assert len(lines(tmp_path / "run")) == 6
     err = capsys.readouterr().err
     failed = "wandb failed (ConnectionError('nobody there')); continuing without it"
@@ -112,7 +112,7 @@ def test_a_tracker_that_cannot_start_is_named(text_file, tmp_path, monkeypatch):
     with pytest.raises(
         MachineError, match=r"wandb: Not logged in\. Run wandb login; or remove wandb"
     ):
-        train(config, tmp_path / "run", new_cache(tmp_path))
+        train(config, tmp_path / "run")
 
 
 def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):

@@ -14,7 +14,7 @@ from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.batches import seed_from
-from tests.support import SMALL, TINY, new_cache, tiny
+from tests.support import SMALL, TINY, tiny
 
 
 def asked(text_file: Path) -> dict:
@@ -22,8 +22,7 @@ def asked(text_file: Path) -> dict:
 
 
 def test_it_returns_the_trained_run_and_resumes_it(text_file: Path, tmp_path: Path):
-    cache = new_cache(tmp_path)
-    run = gptmini.fit(asked(text_file), tmp_path / "run", cache)
+    run = gptmini.fit(asked(text_file), tmp_path / "run")
     assert isinstance(run, gptmini.Run)
     best = RunDirectory(tmp_path / "run").load_best()
     assert run.step == best.step > 0
@@ -31,10 +30,10 @@ def test_it_returns_the_trained_run_and_resumes_it(text_file: Path, tmp_path: Pa
         torch.testing.assert_close(tensor, best.model[name], rtol=1e-2, atol=1e-2)  # bfloat16
     assert run.generate("the", max_new_tokens=3)
     before = RunDirectory(tmp_path / "run").list_steps()
-    gptmini.fit(asked(text_file), str(tmp_path / "run"), cache)  # finished already
+    gptmini.fit(asked(text_file), str(tmp_path / "run"))  # finished already
     assert RunDirectory(tmp_path / "run").list_steps() == before
     longer = {**TINY["train"], "steps": 8}
-    gptmini.fit({**asked(text_file), "train": longer}, tmp_path / "run", cache)
+    gptmini.fit({**asked(text_file), "train": longer}, tmp_path / "run")
     assert RunDirectory(tmp_path / "run").list_steps()[0] == 8
 
 
@@ -43,7 +42,7 @@ def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path)
     import gptmini as package
 
     command = RunDirectory(tmp_path / "runs" / "text")
-    package.fit(command.load_config(), tmp_path / "again", tmp_path / "cache")
+    package.fit(command.load_config(), tmp_path / "again")
     again = RunDirectory(tmp_path / "again")
     assert again.load_config() == command.load_config()
     ours = again.load_newest()
@@ -54,13 +53,12 @@ def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path)
 def test_a_configuration_may_be_a_file(text_file: Path, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text(yamlfile.dump(asked(text_file)))
-    cache = new_cache(tmp_path)
     for name in ("my.yaml", Path("my.yaml")):
-        gptmini.fit(name, "run", cache)
-    expected = gptmini.fit(asked(text_file), "expected", cache)
+        gptmini.fit(name, "run")
+    expected = gptmini.fit(asked(text_file), "expected")
     assert RunDirectory(Path("run")).load_config() == expected.config
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
-        gptmini.fit("none.yaml", "other", cache)
+        gptmini.fit("none.yaml", "other")
 
 
 def test_a_run_is_evaluated_as_the_command_does(text_file: Path, tmp_path: Path, gptmini):
@@ -68,13 +66,12 @@ def test_a_run_is_evaluated_as_the_command_does(text_file: Path, tmp_path: Path,
 
     assert gptmini("train", "--data", "text.txt", *SMALL)[0] == 0
     Path("other.txt").write_text("the quick brown fox " * 30)
-    cache = tmp_path / "cache"
     for words, data in (([], None), (["--data", "other.txt"], "other.txt")):
         printed = json.loads(gptmini("evaluate", *words, "--json")[1])
         del printed["compressors"], printed["copied"]  # which are none of the model
         run = package.load("runs/text", weights="float32")
         for each in ("runs/text", run):
-            assert package.evaluate(each, data, cache=cache).to_dict() == printed
+            assert package.evaluate(each, data).to_dict() == printed
 
 
 def test_a_mistake_is_named_by_its_key(tmp_path: Path):
@@ -89,9 +86,7 @@ def test_another_thread_may_train(text_file: Path, tmp_path: Path):
     """Only the main thread can handle signals."""
     config = tiny(data={"path": str(text_file)})
     runs: list[gptmini.Run] = []
-    thread = threading.Thread(
-        target=lambda: runs.append(gptmini.fit(config, tmp_path / "run", new_cache(tmp_path)))
-    )
+    thread = threading.Thread(target=lambda: runs.append(gptmini.fit(config, tmp_path / "run")))
     thread.start()
     thread.join()
     assert [run.path for run in runs] == [tmp_path / "run"]
@@ -114,7 +109,6 @@ def test_own_parts_are_trained_with_and_resumed_to_the_same_bits(text_file: Path
     rows = torch.randint(0, 256, (8, 4, 17), generator=chance)  # (steps, B, T + 1)
     rates = [0.1, 0.05, 0.2, 0.1, 0.1, 0.05, 0.1, 0.1]
     seen = {}
-    cache = new_cache(tmp_path)
     settings = asked(text_file) | {
         "tokenizer": {"kind": "byte"},
         "train": {**TINY["train"], "steps": 8, "dtype": "float32", "compile": "off"},
@@ -124,7 +118,6 @@ def test_own_parts_are_trained_with_and_resumed_to_the_same_bits(text_file: Path
         return gptmini.fit(
             settings | {"train": settings["train"] | {"steps": steps}},
             tmp_path / name,
-            cache,
             model=Doubled,
             loss=lambda model, tokens, targets: model(tokens, targets) / 2,
             optimizer=momentum,
@@ -162,7 +155,7 @@ def test_own_parts_are_trained_with_and_resumed_to_the_same_bits(text_file: Path
 
 
 def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, tmp_path):
-    run = gptmini.fit(asked(text_file), tmp_path / "run", new_cache(tmp_path))
+    run = gptmini.fit(asked(text_file), tmp_path / "run")
     with torch.no_grad():
         run.model.embed.weight.mul_(1.5)
     run.save(tmp_path / "further")
@@ -175,14 +168,12 @@ def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, t
 
 
 def test_an_optimizer_that_begins_with_a_state_is_resumed(text_file, tmp_path):
-    cache = new_cache(tmp_path)
 
     def fit(name: str, steps: int) -> dict[str, torch.Tensor]:
         settings = asked(text_file) | {"train": {**TINY["train"], "steps": steps, "cooldown": 1.0}}
         gptmini.fit(
             settings,
             tmp_path / name,
-            cache,
             optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-3),
             schedule=lambda step: 1e-3,
         )
@@ -196,7 +187,6 @@ def test_an_optimizer_that_begins_with_a_state_is_resumed(text_file, tmp_path):
         gptmini.fit(
             asked(text_file),
             tmp_path / "none",
-            cache,
             optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.0),
         )
 
@@ -210,7 +200,6 @@ def test_targets_below_0_do_not_count_in_batches_of_ones_own(text_file, tmp_path
         run = gptmini.fit(
             asked(text_file) | {"train": {**TINY["train"], "steps": 1, "dtype": "float32"}},
             tmp_path / name,
-            tmp_path / "cache",
             batches=lambda step, counted=counted: (tokens, counted),
             on_step=lambda step, metrics, name=name: losses.update({name: metrics["train_loss"]}),
         )
@@ -220,9 +209,4 @@ def test_targets_below_0_do_not_count_in_batches_of_ones_own(text_file, tmp_path
         expected[name] = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shown).item()
     assert losses == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ConfigError, match="targets"):
-        gptmini.fit(
-            asked(text_file),
-            tmp_path / "wrong",
-            tmp_path / "cache",
-            batches=lambda step: (tokens, tokens[:2]),
-        )
+        gptmini.fit(asked(text_file), tmp_path / "wrong", batches=lambda step: (tokens, tokens[:2]))

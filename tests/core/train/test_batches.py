@@ -196,7 +196,7 @@ def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
 
 
 def test_rows_come_from_the_file(text_file: Path, tmp_path: Path):
-    corpus = prepare_corpus(tiny(data={"path": str(text_file)}), tmp_path / "cache")
+    corpus = prepare_corpus(tiny(data={"path": str(text_file)}))
     data = Batches(corpus.training, None, 32, 4, 0)
     text = b"\0" + text_file.read_bytes()  # the end-of-text token stands before it
     tokens, _ = data.get_batch(5)

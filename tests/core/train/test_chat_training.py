@@ -64,8 +64,8 @@ def make_config(base: Run, chats: Path, data: dict[str, Any] | None = None, **mo
 
 def start(config: Config, tmp_path: Path) -> Training:
     """A training at step 0, with the weights of its base."""
-    training = prepared(config, tmp_path / "run", tmp_path / "cache")
-    weights = load_run(str(config.base.run), "cpu", "float32", tmp_path).model.state_dict()
+    training = prepared(config, tmp_path / "run")
+    weights = load_run(str(config.base.run), "cpu", "float32").model.state_dict()
     training.model.load_state_dict(weights)
     return training
 
@@ -120,7 +120,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_a_stopped_run_ends_with_the_same_bits(base, chats, tmp_path, monkeypatch):
     config = make_config(base, chats)
-    train(config, tmp_path / "whole", tmp_path / "cache")
+    train(config, tmp_path / "whole")
     update = loop.train_step
 
     def stop_at_three(training: Training) -> dict[str, Any]:
@@ -131,17 +131,18 @@ def test_a_stopped_run_ends_with_the_same_bits(base, chats, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stop_at_three)
         with pytest.raises(KeyboardInterrupt):
-            train(config, tmp_path / "stopped", tmp_path / "cache")
-    train(config, tmp_path / "stopped", tmp_path / "other-cache")
+            train(config, tmp_path / "stopped")
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "other-cache"))
+    train(config, tmp_path / "stopped")
     assert same(read_weights(tmp_path / "whole", 4), read_weights(tmp_path / "stopped", 4))
-    tuned = load_run(tmp_path / "whole", "cpu", "float32", tmp_path)
+    tuned = load_run(tmp_path / "whole", "cpu", "float32")
     assert tuned.tokenizer.chat_template == base.tokenizer.chat_template
     assert not same(read_weights(tmp_path / "whole", 4), dict(base.model.state_dict()))
 
 
 def test_an_evaluation_counts_the_tokens_and_bytes_of_answers(base, chats, tmp_path):
-    found = evaluate_text(base, str(chats), cache=tmp_path / "cache")
-    text = prepare_text(DataConfig(path=[str(chats)]), base.tokenizer, tmp_path / "cache")
+    found = evaluate_text(base, str(chats))
+    text = prepare_text(DataConfig(path=[str(chats)]), base.tokenizer)
     marked = text.read_marked(0, len(text))
     learned = marked[marked < IGNORED]
     assert found.tokens.sum() == len(learned)
@@ -163,12 +164,9 @@ def test_an_evaluation_counts_the_tokens_and_bytes_of_answers(base, chats, tmp_p
 
 def test_a_test_part_is_kept(base, chats, tmp_path):
     config = make_config(base, chats, {"test": 0.2, "validation": 0.2})
-    train(config, tmp_path / "run", tmp_path / "cache")
-    tuned = load_run(tmp_path / "run", "cpu", "float32", tmp_path)
-    parts = [
-        evaluate_text(tuned, split=split, cache=tmp_path / "cache")
-        for split in ("test", "validation")
-    ]  # type: ignore[arg-type]
+    train(config, tmp_path / "run")
+    tuned = load_run(tmp_path / "run", "cpu", "float32")
+    parts = [evaluate_text(tuned, split=split) for split in ("test", "validation")]  # type: ignore[arg-type]
     assert all(part.tokens.sum() > 50 for part in parts)
     assert parts[0].loss != parts[1].loss
 
@@ -177,7 +175,7 @@ def test_a_text_counts_whole_beside_conversations(base, chats, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a plain text. " * 40)
     config = make_config(base, chats, {"path": [str(text), str(chats)], "weights": [1.0, 1.0]})
-    corpus = prepared(config, tmp_path / "run", tmp_path / "cache").corpus
+    corpus = prepared(config, tmp_path / "run").corpus
     assert [file.has_ignored for file in corpus.training] == [False, True]
     assert corpus.has_ignored
     assert "of conversations, the answers count" in corpus.format_summary("")
@@ -189,7 +187,7 @@ def test_a_text_without_conversations_is_noted(base, chats, tmp_path, capsys):
     noted = []
     for path in (chats, plain, [str(chats), str(plain)]):
         config = make_config(base, chats, {"path": path if isinstance(path, list) else str(path)})
-        make_plan(config, None, tmp_path / "cache", dry_run=True)
+        make_plan(config, None, dry_run=True)
         noted.append("may forget how" in capsys.readouterr().err)
     assert noted == [False, True, False]
 
@@ -201,7 +199,7 @@ def test_a_sample_answers_a_question_that_was_held_out(base, chats, tmp_path):
     asked = training.corpus.tokenizer.decode([token for token in question if token not in special])
     assert asked
     drawn = loop.generate_sample(training)
-    answer = load_run(str(base.path), "cpu", "float32", tmp_path).start(
+    answer = load_run(str(base.path), "cpu", "float32").start(
         [question], max_new_tokens=4, overflow="stop", use_cache=False
     )
     assert drawn == asked + answer.finish()[0].text

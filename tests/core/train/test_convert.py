@@ -12,7 +12,7 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import convert
-from tests.support import new_cache, tiny, train
+from tests.support import tiny, train
 
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -68,37 +68,35 @@ def test_a_pooled_head_is_the_mean_of_those_it_replaces():
 @pytest.fixture
 def trained(text_file: Path, tmp_path: Path) -> Run:
     config = tiny(data={"path": str(text_file)}, train={"steps": 20, "eval_every": 10})
-    train(config, tmp_path / "run", new_cache(tmp_path))
-    return load_run(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
+    train(config, tmp_path / "run")
+    return load_run(tmp_path / "run", "cpu", "float32")
 
 
 def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path):
     out = tmp_path / "pooled"
-    cache = tmp_path / "cache"
     mqa = {"variant": "mqa", "n_kv_head": None}
     config = convert.convert_run(trained, mqa, None, out)
     assert config.train.steps == 2
     assert config.model.n_kv_head == 1
-    start = load_run(out, "cpu", "float32", cache)
+    start = load_run(out, "cpu", "float32")
     assert start.step == 0
     assert start.generate("the", max_new_tokens=3)
     for name, tensor in start.model.state_dict().items():
         if "k_proj" not in name and "v_proj" not in name:
             assert torch.equal(tensor, trained.model.state_dict()[name])
-    train(RunDirectory(out).load_config(), out, cache)
+    train(RunDirectory(out).load_config(), out)
     after = RunDirectory(out).load_newest()
     assert after.step == 2
     assert not torch.equal(after.model["embed.weight"], start.model.embed.weight)
 
 
 def test_conversions_that_cannot_work_are_refused(trained, tmp_path):
-    cache = tmp_path / "cache"
     wrong = {"variant": "gqa", "n_kv_head": 3}
     with pytest.raises(ConfigError, match="3"):
         convert.convert_run(trained, wrong, None, tmp_path / "a")
     half = {"variant": "gqa", "n_kv_head": 2}
     convert.convert_run(trained, half, None, tmp_path / "half")
-    fewer = load_run(tmp_path / "half", "cpu", "float32", cache)
+    fewer = load_run(tmp_path / "half", "cpu", "float32")
     with pytest.raises(ConfigError, match=r"2 KV heads, which do not pool into 4; .* one of 1, 2"):
         convert.convert_run(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b")
     with pytest.raises(ConfigError, match="already exists"):

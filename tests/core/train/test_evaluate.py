@@ -38,7 +38,7 @@ def windows_of_one(corpus: Corpus) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text, tmp_path):
     torch.manual_seed(0)
     settings = tiny(model={"dropout": 0.5}, data={"path": str(text)})
-    corpus = prepare_corpus(settings, tmp_path / "cache")
+    corpus = prepare_corpus(settings)
     model = GPT(settings.with_tokenizer("byte", 257).model).train()
     state = torch.get_rng_state()
     found = []
@@ -61,7 +61,7 @@ def test_targets_that_do_not_count_are_never_correct(text, tmp_path):
     """A model that always expects token 0, on overlapping windows of a text that has none."""
     shape = {"norm": "layernorm", "bias": True, "tie_embeddings": False}
     settings = tiny(model=shape, data={"path": str(text)}).with_tokenizer("byte", 257)
-    corpus, model = prepare_corpus(settings, tmp_path / "cache"), GPT(settings.model)
+    corpus, model = prepare_corpus(settings), GPT(settings.model)
     with torch.no_grad():
         model.final_norm.weight.zero_()
         model.final_norm.bias.fill_(1)
@@ -75,7 +75,7 @@ def test_each_token_is_read_behind_what_its_window_has_of_it(stride, text, tmp_p
     """Against one token at a time, each with the context that the stride gives it."""
     torch.manual_seed(1)
     settings = tiny(data={"path": str(text)})
-    corpus = prepare_corpus(settings, tmp_path / "cache")
+    corpus = prepare_corpus(settings)
     model = GPT(settings.with_tokenizer("byte", 257).model).eval()
     (held_out,) = corpus.validation
     tokens = torch.from_numpy(held_out.read(0, len(held_out)).astype(np.int64))

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from gptmini.errors import CheckpointError, DataError
+from gptmini.files import get_cache_folder
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.evaluate_run import evaluate_run, load_corpus, load_text
-from tests.support import gpt2, new_cache, tiny, train
+from tests.support import gpt2, tiny, train
 
 TEXT = "héllo wörld, 東京! \n" * 60
 
@@ -50,7 +51,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_uniform_model_has_the_loss_log_of_the_vocabulary(kind, text, tmp_path):
     tokenizer = tokenizers()[kind]
     run = run_of(constant_model(torch.zeros(tokenizer.vocab_size)), tokenizer)
-    found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
+    found = evaluate_run(run, load_text(run, [str(text)]))
     tokens = len(tokenizer.encode(TEXT))
     assert found.tokens.sum() == tokens  # the end-of-text token in front is not a target
     assert found.bytes.sum() == len(TEXT.encode())
@@ -64,7 +65,7 @@ def test_a_uniform_model_has_the_loss_log_of_the_vocabulary(kind, text, tmp_path
 def test_logits_that_are_not_finite_are_not_an_accuracy_of_100_percent(text, tmp_path):
     run = run_of(constant_model(torch.full((257,), math.nan)), tokenizers()["byte"])
     with pytest.raises(CheckpointError, match="not finite"):
-        evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
+        evaluate_run(run, load_text(run, [str(text)]))
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
@@ -77,7 +78,7 @@ def test_bits_per_byte_of_one_text_agree_across_tokenizers(kind, text, tmp_path)
     logits = torch.tensor(tokenizer.compute_byte_lengths() * -math.log(256))
     logits[tokenizer.eos_token_id] = -100
     run = run_of(constant_model(logits.float()), tokenizer)
-    found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
+    found = evaluate_run(run, load_text(run, [str(text)]))
     waste = logits.logsumexp(0).item() / math.log(2) * found.tokens.sum() / found.bytes.sum()
     assert 0 <= waste < 0.2
     assert found.bits_per_byte == pytest.approx(8 + waste, rel=1e-5)
@@ -88,16 +89,15 @@ def test_accuracy_is_top_1(text, tmp_path):
     logits = torch.zeros(257)
     logits[ord("l")] = 1
     run = run_of(constant_model(logits), tokenizer)
-    found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
+    found = evaluate_run(run, load_text(run, [str(text)]))
     assert found.accuracy == pytest.approx(TEXT.count("l") / len(TEXT.encode()))
 
 
 def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
-    cache = new_cache(tmp_path)
     exact = tiny(data={"path": str(text_file)}, train={"dtype": "float32"})
-    train(exact, tmp_path / "run", cache)
-    run = load_run(tmp_path / "run", "cpu", "float32", cache)
-    (text,) = load_corpus(run, cache).validation
+    train(exact, tmp_path / "run")
+    run = load_run(tmp_path / "run", "cpu", "float32")
+    (text,) = load_corpus(run).validation
     whole = text_file.read_text()
     tail = run.tokenizer.decode(text.read(0, len(text)).tolist())
     assert whole.endswith(tail)
@@ -108,32 +108,31 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     assert found.tokens.sum() == len(text) - 1
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
-        load_corpus(run, cache)
+        load_corpus(run)
 
 
 def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
-    cache = new_cache(tmp_path)
-    train(tiny(data={"path": str(text_file), "test": 0.2}), tmp_path / "run", cache)
-    files = set(cache.glob("*.bin"))
+    train(tiny(data={"path": str(text_file), "test": 0.2}), tmp_path / "run")
+    files = set(get_cache_folder().glob("*.bin"))
     assert len(files) == 2
-    run = load_run(tmp_path / "run", "cpu", "float32", cache)
-    (text,) = load_corpus(run, cache, "test").test
+    run = load_run(tmp_path / "run", "cpu", "float32")
+    (text,) = load_corpus(run, "test").test
     assert text.path not in files
     whole = text_file.read_text()
-    (tail,) = load_corpus(run, cache).validation
+    (tail,) = load_corpus(run).validation
     parts = [run.tokenizer.decode(part.read(0, len(part)).tolist()) for part in (text, tail)]
     assert whole.endswith("".join(parts))
     assert len(parts[0]) == pytest.approx(len(whole) / 5, abs=10)
-    train(tiny(data={"path": str(text_file)}), tmp_path / "other", cache)
-    other = load_run(tmp_path / "other", "cpu", "float32", cache)
+    train(tiny(data={"path": str(text_file)}), tmp_path / "other")
+    other = load_run(tmp_path / "other", "cpu", "float32")
     with pytest.raises(DataError, match=r"other: has no test part; .*data.test"):
-        load_corpus(other, cache, "test")
+        load_corpus(other, "test")
 
 
 def test_windows_are_as_long_as_in_training(text, tmp_path):
     run = run_of(constant_model(torch.zeros(257)), create_tokenizer("byte", None, ()))
     run.config = run.config.with_train(seq_len=5)
-    texts = load_text(run, [str(text)], tmp_path / "cache")
+    texts = load_text(run, [str(text)])
     assert len(evaluate_run(run, texts).nats) == math.ceil(len(TEXT.encode()) / 5)
 
 
@@ -141,4 +140,4 @@ def test_a_run_trained_on_standard_input_has_no_held_out_text(tmp_path):
     run = run_of(constant_model(torch.zeros(257)), create_tokenizer("byte", None, ()))
     run.config = tiny(data={"path": "-"})
     with pytest.raises(DataError, match="was trained on standard input"):
-        load_corpus(run, tmp_path)
+        load_corpus(run)

@@ -10,12 +10,12 @@ import gptmini
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import loop
 from gptmini.train.kept_losses import read_losses
-from tests.support import new_cache, tiny, train
+from tests.support import tiny, train
 
 
 def trained(text_file: Path, folder: Path, **settings: object) -> Path:
     config = tiny(data={"path": str(text_file), "test": 0.2}, train=settings)
-    train(config, folder / "run", new_cache(folder))
+    train(config, folder / "run")
     return folder / "run"
 
 
@@ -30,7 +30,7 @@ def test_training_keeps_the_losses_of_its_best_step(text_file, tmp_path):
     )
     weights = RunDirectory(path).load_best().model.values()
     assert kept.parameters == sum(tensor.numel() for tensor in weights)
-    found = gptmini.evaluate(path, cache=tmp_path / "cache")
+    found = gptmini.evaluate(path)
     np.testing.assert_allclose(kept.evaluation.nats, found.nats, rtol=1e-5)
     assert kept.evaluation.tokens.tolist() == found.tokens.tolist()
     assert kept.evaluation.bytes.tolist() == found.bytes.tolist()
@@ -47,7 +47,7 @@ def test_a_kill_between_losses_and_checkpoint_changes_neither(text_file, tmp_pat
     path = tmp_path / "killed" / "run"
     assert read_losses(path, "validation").step == 3
     config = RunDirectory(path).load_request()
-    train(config, path, tmp_path / "cache")
+    train(config, path)
     name = "losses-validation.json"
     assert (path / name).read_bytes() == (whole / name).read_bytes()
 
@@ -58,10 +58,9 @@ class Killed(KeyboardInterrupt):
 
 def test_evaluate_keeps_what_training_has_not_read(text_file, tmp_path):
     path = trained(text_file, tmp_path, eval_tokens=32)
-    cache = tmp_path / "cache"
     assert not read_losses(path, "validation").whole
     for split in ("validation", "test"):
-        found = gptmini.evaluate(path, split=split, cache=cache)
+        found = gptmini.evaluate(path, split=split)
         kept = read_losses(path, split)
         assert (kept.whole, kept.step) == (True, RunDirectory(path).find_best().step)
         assert kept.evaluation.nats.tolist() == found.nats.tolist()
@@ -69,24 +68,23 @@ def test_evaluate_keeps_what_training_has_not_read(text_file, tmp_path):
 
 def test_losses_of_other_weights_or_windows_are_not_kept(text_file, tmp_path):
     path = trained(text_file, tmp_path)
-    cache = tmp_path / "cache"
-    rounded = gptmini.load(path, "cpu", "bfloat16", cache)
-    changed = gptmini.load(path, "cpu", "float32", cache)
+    rounded = gptmini.load(path, "cpu", "bfloat16")
+    changed = gptmini.load(path, "cpu", "float32")
     changed.model.final_norm.weight.data[0] += 1
     for run in (rounded, changed):
-        gptmini.evaluate(run, split="test", cache=cache)
-    gptmini.evaluate(path, split="test", stride=3, cache=cache)
-    gptmini.evaluate(path, str(text_file), cache=cache)
+        gptmini.evaluate(run, split="test")
+    gptmini.evaluate(path, split="test", stride=3)
+    gptmini.evaluate(path, str(text_file))
     assert not (path / "losses-test.json").exists()
 
 
 def test_a_run_that_is_not_saved_is_evaluated_and_keeps_nothing(text_file, tmp_path):
     path = trained(text_file, tmp_path)
-    saved = gptmini.load(path, "cpu", "float32", tmp_path / "cache")
+    saved = gptmini.load(path, "cpu", "float32")
     run = gptmini.Run(tmp_path / "new", saved.config, saved.tokenizer, saved.model, saved.state)
     for split in ("validation", "test"):
-        found = gptmini.evaluate(run, split=split, cache=tmp_path / "cache")
-        assert found.loss == gptmini.evaluate(path, split=split, cache=tmp_path / "cache").loss
+        found = gptmini.evaluate(run, split=split)
+        assert found.loss == gptmini.evaluate(path, split=split).loss
     assert not run.path.exists()
 
 

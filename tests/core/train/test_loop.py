@@ -40,7 +40,7 @@ def config(text_file: Path) -> Config:
 @pytest.fixture
 def train(tmp_path: Path):
     def run(config: Config, name: str = "run") -> RunDirectory:
-        begin_training(config, tmp_path / name, tmp_path / "cache")
+        begin_training(config, tmp_path / name)
         return RunDirectory(tmp_path / name)
 
     return run
@@ -111,7 +111,7 @@ def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_s
     """Loss, gradients, their norm, clipping and rate, against one plain pass over all rows."""
     settings = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip, "warmup_steps": 5}
     config = tiny(data={"path": str(text_file)}, train=settings | {"dtype": "float32"})
-    training = prepared(config, tmp_path / "run", tmp_path / "cache")
+    training = prepared(config, tmp_path / "run")
     model = training.model
     optimizer = training.optimizer
     rates: list[float] = []
@@ -211,13 +211,13 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
             train={"dtype": "float32", "compile": "off", "micro_batch_size": 4},
             sample=settings | case,
         )
-        training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
+        training = prepared(config, tmp_path / f"run-{number}")
         for _ in range(30):
             loop.train_step(training)
         samples.append(loop.generate_sample(training))
         tokenizer = training.corpus.tokenizer
         model = training.model
-        same_model = Run(tmp_path, training.config, tokenizer, model, cache=tmp_path / "cache")
+        same_model = Run(tmp_path, training.config, tokenizer, model)
         drawn = same_model.start([""], use_cache=False, overflow="stop").finish()
         assert samples[-1] == drawn[0].text
     assert samples[1] == "q" * len(samples[1]) != ""
@@ -238,7 +238,7 @@ def test_little_training_gets_short_samples(steps, expected):
 def test_a_ban_of_several_tokens_is_refused_before_the_first_step(text_file, tmp_path):
     config = tiny(data={"path": str(text_file)}, sample={"ban": ["the"]})
     with pytest.raises(ConfigError, match=r"sample\.ban: 'the' is not one token"):
-        prepared(config, tmp_path / "run", tmp_path / "cache")
+        prepared(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("name", "other"), [("threads", 99), ("deterministic", True)])
@@ -286,7 +286,7 @@ def test_more_epochs_than_are_useful_get_a_warning(
 ):
     monkeypatch.setattr(recipe, "MIN_USEFUL_TOKENS", 0)
     config = tiny(data={"path": str(text_file)}, model={"d_model": width}, train={"steps": steps})
-    plan = make_plan(config, None, tmp_path / "cache")
+    plan = make_plan(config, None)
     training = build.build_training(plan, RunDirectory(tmp_path / "run"))
     say_header_lines(training)
     assert ("times;" in (said := capsys.readouterr().err)) == (warning is not None)
@@ -383,7 +383,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_are_not_saved(config, tmp_path, bad):
-    training = prepared(config, tmp_path / "run", tmp_path)
+    training = prepared(config, tmp_path / "run")
     create_or_resume(training, None)
     parameters = list(training.model.parameters())
     for weight in (parameters[0], parameters[-1]):
@@ -443,7 +443,7 @@ def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monke
             model={"dropout": dropout},
             train={"micro_batch_size": 1, "seed": seed, "dtype": "float32"},
         )
-        training = prepared(config, tmp_path / "run", tmp_path / "cache")
+        training = prepared(config, tmp_path / "run")
         torch.manual_seed(0)
         for parameter in training.model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -476,13 +476,13 @@ def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypa
     config = tiny(
         data={"path": str(text_file)}, train={"steps": 60, "patience": 4, "warmup_steps": 2}
     )
-    begin_training(config, tmp_path / "run", tmp_path / "cache")
+    begin_training(config, tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
     assert run.list_steps()[0] == 18 + 4 * 3
     assert "ended at step 30: the validation loss was best at step 12" in capsys.readouterr().err
-    begin_training(config, tmp_path / "run", tmp_path / "cache")
+    begin_training(config, tmp_path / "run")
     assert "already finished at step 30; " in capsys.readouterr().err
     assert run.list_steps()[0] == 30
     more = config.with_train(patience=None)
-    begin_training(more, tmp_path / "run", tmp_path / "cache")
+    begin_training(more, tmp_path / "run")
     assert run.list_steps()[0] == 60

@@ -11,7 +11,6 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, DivergedError
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -27,7 +26,7 @@ def start(text_file: Path, tmp_path: Path):
     """Makes a training at step 0."""
 
     def make(dtype: str = "float16", **settings: Any) -> Training:
-        return prepared(make_config(text_file, dtype, **settings), tmp_path / "run", tmp_path)
+        return prepared(make_config(text_file, dtype, **settings), tmp_path / "run")
 
     return make
 
@@ -42,7 +41,7 @@ def make_config(text_file: Path, dtype: str = "float16", **settings: Any) -> Con
 
 def finish(config: Config, out: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Train to the end; returns the metrics, without what a clock said, and the weights."""
-    train(config, out, out.parent / "cache")
+    train(config, out)
     lines = [json.loads(line) for line in RunDirectory(out).metrics_file.read_text().splitlines()]
     metrics = [{key: line[key] for key in line.keys() - CLOCK} for line in lines]
     newest = max((out / "checkpoints").glob("step-*"))
@@ -147,7 +146,7 @@ def test_a_checkpoint_of_an_older_version_is_not_resumed(text_file, tmp_path, mo
         finish(config, tmp_path / "run")
     with pytest.raises(CheckpointError, match="own_model"):
         finish(config.with_train(steps=6), tmp_path / "run")
-    run = load_run(tmp_path / "run", "cpu", cache=DEFAULT_CACHE_DIR)
+    run = load_run(tmp_path / "run", "cpu")
     assert run.generate("The", max_new_tokens=2)
 
 

@@ -1,13 +1,10 @@
 """`gptmini compare` as it is typed."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from gptmini.errors import GptminiError
 from gptmini.extras.compare import compare
-
-OTHER = (Path("o"), Path("c"))
 
 
 def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
@@ -20,17 +17,16 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
 
     monkeypatch.setattr(compare, "compare_variants", note)
     monkeypatch.setattr(compare, "compare_finished", note)
-    cache = Path(os.environ["GPTMINI_CACHE"])
     new, both = Path("runs/compare"), [Path(run), Path(run)]
     train = ["--data", "d.txt"]
     default = ["mha", "gqa:2", "mqa"]
     apart = Path("runs/compared")
     cases: list[tuple[Any, ...]] = [
-        (train, default, 1, new, cache, "validation"),
-        (["d.txt"], default, 1, new, cache, "validation"),
-        ([*train, "--attention", "mqa"], ["mqa"], 1, new, cache, "validation"),
-        ([*train, "--seeds", "100"], default, 100, new, cache, "validation"),
-        ([*train, "--out", "o", "--cache", "c"], default, 1, *OTHER, "validation"),
+        (train, default, 1, new, "validation"),
+        (["d.txt"], default, 1, new, "validation"),
+        ([*train, "--attention", "mqa"], ["mqa"], 1, new, "validation"),
+        ([*train, "--seeds", "100"], default, 100, new, "validation"),
+        ([*train, "--out", "o"], default, 1, Path("o"), "validation"),
         ([run, run], both, apart, "validation"),
         ([run, "--out", "o", "--split", "test"], both[:1], Path("o"), "test"),
     ]

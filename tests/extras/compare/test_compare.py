@@ -258,9 +258,7 @@ def build_gated(config: package.ModelConfig) -> package.GPT:
 
 def from_python(text_file: Path, variants: dict, out: str, seeds: int = 2, **sections):
     config = tiny(data={"path": str(text_file)}, **sections)
-    return package.compare(
-        variants, config, seeds, text_file.parent / out, text_file.parent / "cache"
-    )
+    return package.compare(variants, config, seeds, text_file.parent / out)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -11,14 +11,11 @@ import pytest
 from gptmini.errors import CheckpointError, DataError
 from gptmini.extras.compare.measure import measure_variants
 from gptmini.runs.directory import RunDirectory
-from tests.support import new_cache, tiny, train
+from tests.support import tiny, train
 
 
 def trained(text_file: Path, folder: Path, **sections: Any) -> Path:
-    cache = folder.parent / "cache"
-    if not cache.exists():
-        new_cache(folder.parent)
-    train(tiny(**{"data": {"path": str(text_file)}} | sections), folder, cache)
+    train(tiny(**{"data": {"path": str(text_file)}} | sections), folder)
     return folder
 
 

@@ -3,7 +3,6 @@
 import torch
 from hypothesis import strategies as st
 
-from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.extras.engine import build, packing
 from gptmini.extras.engine.step import ACTIVATION_CODES, NativeStep
@@ -56,7 +55,7 @@ def step_of(
     n_rows: int = 1,
     target: tuple[str, ...] = build.NATIVE_TARGET,
 ) -> NativeStep:
-    library = build.build_library(files.DEFAULT_CACHE_DIR, target)
+    library = build.build_library(target)
     assert library is not None
     cache = packing.create_cache(model.config, weights, n_rows, spare_positions=LENGTH)
     return NativeStep(library, model, weights, cache)

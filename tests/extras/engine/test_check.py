@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.extras.engine import build, check, door
 from gptmini.extras.engine.step import ACTIVATION_CODES, NativeStep, UnexpectedModelError
@@ -61,7 +60,7 @@ MODELS = {
 @needs_compiler
 @pytest.mark.parametrize("settings", MODELS.values(), ids=list(MODELS))
 def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
-    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    library = build.build_library()
     for seed in range(5):
         model = noisy(seed, **settings)
         assert check.measure_difference(library, model) < check.TOLERANCE / 5
@@ -69,7 +68,7 @@ def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
         assert check.measure_difference(library, model) < check.TOLERANCE / 5
     for weights in precision.PRECISIONS:
         model = noisy(**settings)
-        assert door.load_library(model, weights, files.DEFAULT_CACHE_DIR) is not None
+        assert door.load_library(model, weights) is not None
     assert capsys.readouterr().err == ""
 
 
@@ -98,7 +97,7 @@ CHANGES = {
 def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch, capsys):
     monkeypatch.setattr(*change)
     model = noisy(attention={"window": 7})
-    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    library = build.build_library()
     assert check.measure_difference(library, model) > 2 * check.TOLERANCE
     for _ in range(2):
         assert isinstance(open_engine(model, 1, "bfloat16"), TorchEngine)
@@ -113,7 +112,7 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
 def test_a_change_of_a_single_layer_is_seen(layer, weights, monkeypatch):
     """Also in a model of which a part of the vocabulary is compared."""
     monkeypatch.setattr(check, "MAX_TOKENS", 10)
-    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    library = build.build_library()
     model = noisy(n_layer=7, attention={"window": 7, "full_every": 3})
     precision.round_weights(model, weights)
     assert check.measure_difference(library, model) < check.TOLERANCE / 5
@@ -132,7 +131,7 @@ def test_a_change_of_a_single_layer_is_seen(layer, weights, monkeypatch):
 
 @needs_compiler
 def test_the_comparison_needs_no_more_memory_for_more_layers_and_tokens():
-    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    library = build.build_library()
     peaks = []
     for n_layer, vocab_size in ((8, 2000), (32, 20_000)):
         settings = {"n_layer": n_layer, "vocab_size": vocab_size, "context_length": 32}
@@ -204,7 +203,7 @@ def test_the_comparison_draws_no_random_numbers_and_leaves_the_model_in_training
     model = noisy(dropout=0.5).train()
     model.blocks[0].eval()
     state = torch.get_rng_state()
-    assert door.load_library(model, "int8", files.DEFAULT_CACHE_DIR) is not None
+    assert door.load_library(model, "int8") is not None
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert [block.mlp.training for block in model.blocks] == [False, True]
@@ -215,7 +214,7 @@ def test_a_model_that_overflows_is_left_to_those_who_report_it(capsys):
     model = noisy()
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
-    assert door.load_library(model, "bfloat16", files.DEFAULT_CACHE_DIR) is not None
+    assert door.load_library(model, "bfloat16") is not None
     assert capsys.readouterr().err == ""
 
 
@@ -254,7 +253,7 @@ def wrong_sign(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         (folder / source.name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCE_FILES", [folder / each.name for each in build.SOURCE_FILES])
-        library = build.build_library.__wrapped__(folder / "cache")
+        library = build.build_library.__wrapped__()
     assert library is not None
     return library
 
@@ -277,7 +276,7 @@ def test_weights_of_any_size_pass_in_every_precision(model, weights, scale):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
-    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    library = build.build_library()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     difference, by_rounding = check.measure_narrow_difference(library, model, weights)
     assert difference < max(check.NARROW_TOLERANCE, by_rounding)

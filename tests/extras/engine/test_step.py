@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.extras.engine import build, check
 from gptmini.generate import precision
@@ -60,7 +59,7 @@ def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call
     precision.widen_weights(model)
     assert torch.equal(run(step_of(model, weights, 1, target), tokens), alone)
     with torch.no_grad():
-        library = build.build_library(files.DEFAULT_CACHE_DIR, target)
+        library = build.build_library(target)
         expected = compute_rounded(library, model, weights, tokens)
     # Sums in another order may round an input or a key the other way, rarely and by 1/256.
     off = float((alone - expected).norm() / expected.norm())
@@ -159,7 +158,7 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build.build_library(tmp_path / "one") is None
+    assert build.build_library() is None
     assert capsys.readouterr().err == ""
     broken = tmp_path / "g++"
     for command, reason in [
@@ -169,8 +168,8 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
         broken.write_text(f"#!/bin/sh\n{command}\n")
         broken.chmod(0o755)
         build.build_library.cache_clear()
-        assert build.build_library(tmp_path / "two") is None
-        assert build.build_library(tmp_path / "two") is None
+        assert build.build_library() is None
+        assert build.build_library() is None
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("warning: g++: cannot compile the decoder (")
         assert reason in line
@@ -186,7 +185,7 @@ def test_a_compiler_that_hangs_is_given_up(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "COMPILE_TIMEOUT_SECONDS", 0.1)
     build.build_library.cache_clear()
-    assert build.build_library(tmp_path / "cache") is None
+    assert build.build_library() is None
     assert capsys.readouterr().err == (
         "warning: g++: has not compiled the decoder within 0.1 seconds; generating with PyTorch, "
         "which is slower\n"
@@ -201,26 +200,32 @@ def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(
     source = tmp_path / "quick.cpp"
     source.write_text('extern "C" int answer() { return 42; }')
     monkeypatch.setattr(build, "SOURCE_FILES", [source])
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "new"))
     build.build_library.cache_clear()
-    assert build.build_library(tmp_path) is not None
-    (library,) = (tmp_path / "native").iterdir()
+    assert build.build_library() is not None
+    (library,) = (tmp_path / "new" / "native").iterdir()
     made = library.stat().st_mtime_ns
     build.build_library.cache_clear()
-    assert build.build_library(tmp_path) is not None
+    assert build.build_library() is not None
     assert library.stat().st_mtime_ns == made
     for others in (0o020, 0o002):  # the group, or anybody, could write it
         library.chmod(0o700 | others)
         build.build_library.cache_clear()
-        assert build.build_library(tmp_path) is None
+        assert build.build_library() is None
     library.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: -1)  # another user's
     build.build_library.cache_clear()
-    assert build.build_library(tmp_path) is None
+    assert build.build_library() is None
     build.build_library.cache_clear()
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path):
+def test_a_cache_that_cannot_be_written_means_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "native").write_text("a file where the folder should be")
-    assert build.build_library(tmp_path) is None
-    assert os.listdir(tmp_path) == ["native"]
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path))
+    build.build_library.cache_clear()
+    assert build.build_library() is None
+    assert not list(tmp_path.glob("native?*"))
+    build.build_library.cache_clear()

@@ -1,7 +1,6 @@
 """`gptmini export` and `import` as they are typed."""
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,6 @@ def test_a_model_of_its_own_is_not_exported(tmp_path):
         (["--to", "gguf"], "my.0 2-f16.gguf", "gguf", "f16"),
         (["--to", "gguf", "--weights", "q8_0"], "my.0 2-q8_0.gguf", "gguf", "q8_0"),
         (["--to", "gguf", "--weights", "f32", "--out", "c"], "c", "gguf", "f32"),
-        (["--cache", "other"], "my.0 2-hf", "hf", "f16"),
     ],
 )
 def test_each_option_reaches_the_export(gptmini, monkeypatch, words, out, to, weights):
@@ -129,8 +127,7 @@ def test_each_option_reaches_the_export(gptmini, monkeypatch, words, out, to, we
     monkeypatch.setattr(exporting, "export_run", note)
     code, printed, err = gptmini("export", "my.0 2", *words)
     assert (code, printed) == (0, f"{out}\n"), err
-    cache = "other" if "--cache" in words else os.environ["GPTMINI_CACHE"]
-    assert exported == [(Path("my.0 2"), Path(out), to, weights, Path(cache))]
+    assert exported == [(Path("my.0 2"), Path(out), to, weights)]
     assert "differ by at most 2.5e-01 (the largest is 2.0) on 1,234 tokens" in err
     assert f"rounding to {weights} changes logits by at most 5.0e-01" in err
     assert "a program loads it" in err

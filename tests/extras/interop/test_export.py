@@ -29,7 +29,6 @@ from gptmini.extras.interop.export import (
 )
 from gptmini.extras.interop.folding import fold
 from gptmini.extras.interop.import_model import import_model
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import adjust_logits, filter_probabilities
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.sequence import build_token_bias
@@ -180,7 +179,7 @@ def test_chat_template_and_ends_go_out_and_come_back(tmp_path):
     assert text.prompt_tokens.count(301) == 1
     (plain,) = run.start([prompt]).samples
     assert max(plain.prompt_tokens) < 299
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
+    back = import_model(tmp_path / "out", tmp_path / "back")
     for name in ("special_tokens", "end_tokens", "chat_template"):
         assert getattr(back.tokenizer, name) == getattr(run.tokenizer, name)
     assert back.tokenizer.template_tokens == TEMPLATE_TOKENS
@@ -201,7 +200,7 @@ def test_added_tokens_that_are_not_special_stay_in_decoded_texts(tmp_path):
     assert theirs(text)["input_ids"] == tokens
     answer = theirs.decode(tokens, skip_special_tokens=True)
     assert answer == "assistant\n<think>\nIt was</think>\n\nyes"
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
+    back = import_model(tmp_path / "out", tmp_path / "back")
     assert back.tokenizer.to_json() == run.tokenizer.to_json()
     assert back.tokenizer.encode("<think>").tolist() == [302]
 
@@ -216,7 +215,7 @@ ONE_OF_EACH = ["default", "window in some layers", "llama", "mistral", "starcode
 def test_an_export_comes_back_as_a_run_that_computes_the_same(case, tmp_path):
     run = run_of(tmp_path / "run", **CASES[case][1])
     export_run(run, tmp_path / "out")
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
+    back = import_model(tmp_path / "out", tmp_path / "back")
     tokens = torch.arange(40)[None]
     expected = run.model(tokens)
     limit = 1e-5 * float(expected.detach().abs().max())
@@ -232,7 +231,7 @@ def test_where_nothing_is_folded_every_bit_and_setting_comes_back(tmp_path):
     for name in ("swiglu, untied", "llama", "starcoder2", "gpt2"):
         run = run_of(tmp_path / f"{name} run", **CASES[name][1])
         export_run(run, tmp_path / name)
-        back = import_model(tmp_path / name, tmp_path / f"{name} back", cache=DEFAULT_CACHE_DIR)
+        back = import_model(tmp_path / name, tmp_path / f"{name} back")
         for key, tensor in run.model.state_dict().items():
             assert torch.equal(back.model.state_dict()[key], tensor), key
         ours, theirs = ({**each.config.model.model_dump()} for each in (run, back))
@@ -366,8 +365,8 @@ def test_logits_that_are_no_numbers_never_pass():
 
 def test_logits_are_compared_on_a_text_and_on_random_tokens(tmp_path):
     run = run_of(tmp_path / "run")
-    tokens = choose_tokens(run, tmp_path)
-    assert tokens.tolist() == choose_tokens(run, tmp_path).tolist()
+    tokens = choose_tokens(run)
+    assert tokens.tolist() == choose_tokens(run).tolist()
     assert tokens[0].tolist() == run.encode("".join(HARD_TEXTS))[:40]  # it has no text of its own
     assert len(set(tokens[1].tolist()) - set(tokens[0].tolist())) > 20
     assert 250 < tokens[1].max() < 300
@@ -500,7 +499,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="already exists"):
         export_run(fine, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
-    rounded = load_run(tmp_path / "fine", cache=DEFAULT_CACHE_DIR)
+    rounded = load_run(tmp_path / "fine")
     with pytest.raises(ConfigError, match="weights='float32'"):
         export_run(rounded, tmp_path / "other")
 

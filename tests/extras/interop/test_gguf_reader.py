@@ -105,17 +105,17 @@ def test_a_file_without_what_llama_cpp_assumes_is_the_same_model(llama, tmp_path
         "tokenizer.ggml.add_bos_token",
     ]
     bare = rewrite(path, tmp_path / "bare.gguf", dict.fromkeys(missing, REMOVED))
-    found = import_model(bare, tmp_path / "run", cache=tmp_path)
+    found = import_model(bare, tmp_path / "run")
     torch.testing.assert_close(logits_of(found), logits_of(run), rtol=0, atol=1e-5)
     assert (
         found.tokenizer.encode("don't 123").tolist() == run.tokenizer.encode("don't 123").tolist()
     )
     assert found.tokenizer.end_tokens[0] == 301  # <|im_end|>
     assert found.tokenizer.chat_template == TEMPLATE
-    shorter = import_model(bare, tmp_path / "shorter", 16, tmp_path)
+    shorter = import_model(bare, tmp_path / "shorter", 16)
     assert shorter.config.model.context_length == 16
     with pytest.raises(ConfigError, match=r"--context-length 41: llama.context_length is 40"):
-        import_model(bare, tmp_path / "longer", 41, tmp_path)
+        import_model(bare, tmp_path / "longer", 41)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
@@ -262,7 +262,7 @@ def test_what_gptmini_does_not_have_is_named(case, llama, tmp_path):
     architecture, fields, message = UNSUPPORTED[case]
     made = rewrite(llama[1], tmp_path / "x; y.gguf", fields, architecture=architecture)
     with pytest.raises((CheckpointError, DataError), match=message) as error:
-        import_model(made, tmp_path / "run", cache=tmp_path)
+        import_model(made, tmp_path / "run")
     (line,) = error.value.lines
     assert line.startswith(f"{made}: ")
     assert [each.name for each in tmp_path.iterdir()] == ["x; y.gguf"]

@@ -45,7 +45,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def weights_of(path: Path) -> list[list[float]]:
-    model = load_run(path, "cpu", "float32", path.parent).model
+    model = load_run(path, "cpu", "float32").model
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
@@ -63,7 +63,7 @@ def test_a_model_is_imported_by_name(gptmini, local_hub: LocalHub, published, tm
     for name, content in published.items():
         if "/" not in name:
             (tmp_path / "folder" / name).write_bytes(content)
-    import_model(tmp_path / "folder", tmp_path / "direct", cache=tmp_path)
+    import_model(tmp_path / "folder", tmp_path / "direct")
     assert weights_of(Path("runs/Tiny-1M")) == weights_of(tmp_path / "direct")
     # Nothing was downloaded that the import does not read.
     (snapshot,) = (tmp_path / "hub").glob("models--*/snapshots/*")
@@ -80,7 +80,7 @@ def test_a_run_remembers_the_commit_that_it_was_imported_from(
     source = f"hf:{NAME}@{commit}"
     assert gptmini("import", NAME)[0] == 0
     local_hub.add(NAME, published | {"README.md": b"a later commit"})
-    assert load_run("runs/Tiny-1M", "cpu", cache=tmp_path).state["source"] == source
+    assert load_run("runs/Tiny-1M", "cpu").state["source"] == source
     # A fine-tuned run says it, too, also after it has been resumed.
     Path("my.txt").write_text(prose())
     tuning = ("train", "--from", "runs/Tiny-1M", "--data", "my.txt", "--out", "runs/tuned")

@@ -19,7 +19,6 @@ from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
 from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.score import score_text
 from gptmini.runs.directory import RunDirectory
@@ -28,7 +27,7 @@ from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.train import convert
 from gptmini.train.evaluate_run import evaluate_run, load_corpus, load_text
 from tests.samples import TEMPLATE, run_of, thinking_tokenizer, write_tokenizer_json
-from tests.support import new_cache, prose, run_command
+from tests.support import prose, run_command
 
 TEXT = prose()
 SIZE: dict[str, Any] = {
@@ -98,8 +97,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("name", MODELS)
 def test_an_import_gives_the_same_logits_and_the_same_greedy_text(name, tmp_path):
     theirs = written(name, tmp_path / "there")
-    cache = new_cache(tmp_path)
-    run = import_model(tmp_path / "there", tmp_path / "run", cache=cache)
+    run = import_model(tmp_path / "there", tmp_path / "run")
     tokens = torch.randint(310, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -124,24 +122,22 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def imported(right: Path, tmp_path: Path) -> Run:
-    new_cache(tmp_path)
-    return import_model(right, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    return import_model(right, tmp_path / "run")
 
 
 def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, tmp_path):
-    cache = tmp_path / "cache"
     (tmp_path / "text.txt").write_text(TEXT)
     assert score_text(imported, "It was").n_bytes == 6
-    spans = load_text(imported, [str(tmp_path / "text.txt")], cache)
+    spans = load_text(imported, [str(tmp_path / "text.txt")])
     assert evaluate_run(imported, spans).loss > 1
     with pytest.raises(DataError, match="has no record of a text; give one with --data"):
-        load_corpus(imported, cache)
+        load_corpus(imported)
     convert.convert_run(imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa")
-    converted = load_run(tmp_path / "mqa", "cpu", "float32", cache)
+    converted = load_run(tmp_path / "mqa", "cpu", "float32")
     assert converted.config.model.n_kv_head == 1
     assert converted.config.train.lr == imported.config.train.lr  # `train --from` halves it
     assert converted.config.model.rope_scaling == [8.0, 1.0, 4.0, 32.0]
-    assert export_run(converted, tmp_path / "out", cache=cache).architecture == "llama"
+    assert export_run(converted, tmp_path / "out").architecture == "llama"
 
 
 def test_the_command_that_convert_prints_makes_the_steps_it_names(
@@ -149,7 +145,6 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
 ):
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     words = "gptmini convert run --attention mqa --steps 3 --out other"
     assert run_command(words.split(), monkeypatch) == 0
     said, printed = capfd.readouterr().err.splitlines()[-2:]
@@ -162,7 +157,6 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
 def test_every_command_works_on_an_imported_run(imported, tmp_path, monkeypatch, capfd):
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     for words in (
         "generate run --prompt It --max-new-tokens 3 --temperature 0",
         "score run --text It",
@@ -210,7 +204,7 @@ def test_every_file_that_names_an_end_is_read(name, tmp_path):
     file = there / name.partition(",")[0]
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | NAMED_IN[name]))
-    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    run = import_model(there, tmp_path / "run")
     assert run.tokenizer.end_tokens == [SAYS_END, 299]
     settings = {"temperature": 0, "max_new_tokens": 9}
     (text,) = run.start([PROMPT], special=True, **settings).finish()
@@ -230,16 +224,16 @@ def test_a_chat_template_is_read_from_its_file_or_from_the_configuration(tmp_pat
     cases = [(None, None), ("A", "A"), (several, "A"), ({"default": "A"}, "A"), (tools, None)]
     for number, (template, kept) in enumerate(cases):
         config.write_text(json.dumps({"chat_template": template}))
-        run = import_model(there, tmp_path / f"run{number}", cache=DEFAULT_CACHE_DIR)
+        run = import_model(there, tmp_path / f"run{number}")
         assert run.tokenizer.chat_template == kept
     assert capfd.readouterr().err.count("chat_template: has several, none called default") == 1
     for damaged in ([1], [{"name": "default"}], {"default": 3}, 3):
         config.write_text(json.dumps({"chat_template": damaged}))
         with pytest.raises(DataError):
-            import_model(there, tmp_path / "damaged", cache=DEFAULT_CACHE_DIR)
+            import_model(there, tmp_path / "damaged")
     config.write_text(json.dumps({"chat_template": "A"}))
     (there / "chat_template.jinja").write_text(TEMPLATE)
-    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    run = import_model(there, tmp_path / "run")
     assert run.tokenizer.chat_template == TEMPLATE
 
 
@@ -284,21 +278,20 @@ def test_a_template_sees_the_special_tokens_that_transformers_shows_it(case, tmp
     messages = [{"role": "user", "content": "Hi"}]
     theirs = transformers.AutoTokenizer.from_pretrained(there)
     expected = theirs.apply_chat_template(messages, tokenize=False)
-    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    run = import_model(there, tmp_path / "run")
     assert run.render_chat(messages) == expected
     if case == "none":
         return
     # Exports state a token for padding, bos and eos.
-    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
+    export_run(run, tmp_path / "out")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
+    back = import_model(tmp_path / "out", tmp_path / "back")
     assert back.render_chat(messages) == exported.apply_chat_template(messages, tokenize=False)
     assert run.tokenizer.template_tokens.items() <= back.tokenizer.template_tokens.items()
 
 
 def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     instruct(Path("there"), missing=b"\x04\xf1\xff")
     Path("there/chat_template.jinja").write_text(TEMPLATE)
     Path("there/generation_config.json").write_text(json.dumps({"eos_token_id": SAYS_END}))
@@ -351,7 +344,7 @@ def test_narrow_weights_and_models_saved_without_a_head_are_read(tmp_path):
         if name != "GPT-2":
             tensors["layers.0.self_attn.rotary_emb.inv_freq"] = tensors.pop("rotary_emb.inv_freq")
         save_file(tensors, there / "model.safetensors", {"format": "pt"})
-        run = import_model(there, tmp_path / f"{name} run", cache=DEFAULT_CACHE_DIR)
+        run = import_model(there, tmp_path / f"{name} run")
         tokens = torch.arange(60)[None]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -366,7 +359,7 @@ def test_the_prefixes_that_torch_gives_to_names_are_left_out(right, tmp_path):
     renamed = {f"module._orig_mod.{name}": tensor for name, tensor in stored.items()}
     save_file(renamed, tmp_path / "there" / "model.safetensors", {"format": "pt"})
     runs = [
-        import_model(folder, tmp_path / f"run{number}", cache=tmp_path)
+        import_model(folder, tmp_path / f"run{number}")
         for number, folder in enumerate((right, tmp_path / "there"))
     ]
     tokens = torch.arange(60)[None]
@@ -382,7 +375,7 @@ def test_a_tied_checkpoint_with_a_head_of_its_own_is_imported_untied(name, tmp_p
     for run_name, head in (("tied", embed.clone()), ("untied", torch.randn_like(embed))):
         save_file(stored | {"lm_head.weight": head}, there / "model.safetensors", {"format": "pt"})
         capfd.readouterr()
-        run = import_model(there, tmp_path / run_name, cache=tmp_path)
+        run = import_model(there, tmp_path / run_name)
         warned = "stores a head of its own, which is used" in capfd.readouterr().err
         assert warned is (run_name == "untied")
         assert run.config.model.tie_embeddings is (run_name == "tied")
@@ -395,7 +388,7 @@ def test_a_tied_checkpoint_with_a_head_of_its_own_is_imported_untied(name, tmp_p
 def test_the_context_is_cut_to_what_is_asked(tmp_path):
     for name in ("GPT-2", "Qwen2"):
         model = written(name, tmp_path / name)
-        run = import_model(tmp_path / name, tmp_path / f"{name} run", 16, tmp_path)
+        run = import_model(tmp_path / name, tmp_path / f"{name} run", 16)
         assert run.config.model.context_length == 16
         assert run.config.seq_len == 16  # what it is fine-tuned on fits the context
         tokens = torch.arange(16)[None]
@@ -408,10 +401,10 @@ def test_the_context_is_cut_to_what_is_asked(tmp_path):
 
 def test_an_import_has_2048_positions_unless_more_are_asked_for(tmp_path):
     written("SmolLM2", tmp_path / "there", max_position_embeddings=4096)
-    run = import_model(tmp_path / "there", tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    run = import_model(tmp_path / "there", tmp_path / "run")
     assert run.config.model.context_length == 2048
     assert (run.config.train.batch_size, run.config.seq_len) == (4, 256)
-    run = import_model(tmp_path / "there", tmp_path / "long", 4096, tmp_path)
+    run = import_model(tmp_path / "there", tmp_path / "long", 4096)
     assert run.config.model.context_length == 4096
 
 
@@ -549,7 +542,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_pa
     shutil.copytree(right, bad)
     spoil(bad)
     with pytest.raises(GptminiError) as error:
-        import_model(bad, tmp_path / "runs" / "new", cache=DEFAULT_CACHE_DIR)
+        import_model(bad, tmp_path / "runs" / "new")
     (line,) = error.value.lines
     assert named in line
     assert len(line) < len(str(bad)) + 300
@@ -587,7 +580,7 @@ def test_any_junk_in_the_files_ends_in_a_run_or_in_a_refusal(right, tmp_path_fac
         place = place[key]
     path.write_text(json.dumps(content))
     try:
-        import_model(folder, folder.parent / "run", cache=folder.parent)
+        import_model(folder, folder.parent / "run")
     except GptminiError as refusal:
         assert str(refusal).startswith(str(folder))
         assert [each.name for each in folder.parent.iterdir()] == ["bad"]
@@ -631,7 +624,7 @@ def test_gpt2_variants_that_we_do_not_have_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=f"{key}: .* is not supported"):
             import_model(tmp_path / "there", tmp_path / "run")
         config(**{key: "DELETE"})(tmp_path / "there")
-    import_model(tmp_path / "there", tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    import_model(tmp_path / "there", tmp_path / "run")
 
 
 def test_an_existing_target_is_left_alone(right, tmp_path):
@@ -651,7 +644,7 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_repeated(right, tmp_pat
     assert not list(tmp_path.iterdir())
     (tmp_path / ".partial-run").mkdir()  # as a killed process leaves it
     monkeypatch.undo()
-    import_model(right, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    import_model(right, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

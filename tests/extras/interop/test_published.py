@@ -15,7 +15,6 @@ from gptmini.errors import CheckpointError
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run
 from gptmini.generate.score import score_text
 from gptmini.plan.cost import count_parameters
@@ -58,7 +57,7 @@ def import_exactly(model: Published, tmp_path: Path, **changes: Any) -> Run:
     """Import a tiny model, which must give the logits that transformers gives."""
     there = tmp_path / "there"
     model.write(there, **changes)
-    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    run = import_model(there, tmp_path / "run")
     tokens = torch.randint(N_TOKENS, (2, 64), generator=torch.Generator().manual_seed(1))
     expected = compute_expected(there, tokens)
     scale = float(expected.abs().max())
@@ -130,18 +129,18 @@ def test_prompts_begin_with_the_token_that_transformers_puts_there(tmp_path, gpt
 
 def test_an_export_keeps_the_token_that_prompts_begin_with(tmp_path):
     run = import_exactly(MODELS["Llama-3.2-1B"], tmp_path, rope_scaling=None)
-    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
+    export_run(run, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     before = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
     assert theirs("It was").input_ids == before("It was").input_ids == run.encode("It was")
     assert theirs("a", "b").input_ids == before("a", "b").input_ids
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
+    back = import_model(tmp_path / "out", tmp_path / "back")
     back.tokenizer.template_tokens.pop("pad_token")  # which exports add
     assert back.tokenizer.to_json() == run.tokenizer.to_json()
     if find_spec("gguf") is None:
         return
-    export_run(run, tmp_path / "out.gguf", "gguf", cache=DEFAULT_CACHE_DIR)
-    back = import_model(tmp_path / "out.gguf", tmp_path / "from-gguf", cache=DEFAULT_CACHE_DIR)
+    export_run(run, tmp_path / "out.gguf", "gguf")
+    back = import_model(tmp_path / "out.gguf", tmp_path / "from-gguf")
     assert back.encode("It was") == run.encode("It was")
 
 
@@ -156,14 +155,14 @@ def test_fine_tuning_begins_each_document_with_that_token(tmp_path):
     for number, document in enumerate(documents):
         (folder / f"{number}.txt").write_text(document)
     settings = run.config.data.model_copy(update={"path": [str(folder)]})
-    tokens = prepare_text(settings, run.tokenizer, tmp_path / "cache")
+    tokens = prepare_text(settings, run.tokenizer)
     expected = [token for document in documents for token in theirs(document).input_ids]
     assert tokens.read(0, len(tokens)).tolist() == expected
     # So does a conversation, whose template writes it.
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     settings = run.config.data.model_copy(update={"path": [str(tmp_path / "chat.jsonl")]})
-    tokens = prepare_text(settings, run.tokenizer, tmp_path / "cache")
+    tokens = prepare_text(settings, run.tokenizer)
     chat = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert [token & ~IGNORED for token in tokens.read(0, len(tokens)).tolist()] == chat
 
@@ -214,7 +213,7 @@ def test_variants_of_published_settings_are_read_exactly(case, tmp_path):
 def test_linear_scaling_survives_an_export(tmp_path):
     linear = {"type": "linear", "factor": 4.0}
     run = import_exactly(MODELS["Llama-3.2-1B"], tmp_path, rope_scaling=linear)
-    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
+    export_run(run, tmp_path / "out")
     tokens = torch.arange(60)[None]
     expected = compute_expected(tmp_path / "out", tokens)
     torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-4)
@@ -257,7 +256,7 @@ def test_tokenizers_of_sentencepiece_are_read_and_given_back(kind, tmp_path):
     (there / "tokenizer.json").write_text(file)
     config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (there / "tokenizer_config.json").write_text(json.dumps(config))
-    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
+    run = import_model(there, tmp_path / "run")
     assert run.tokenizer.end_tokens == [2, 1]
     theirs = transformers.AutoTokenizer.from_pretrained(there, split_special_tokens=True)
     for text in odd_texts():
@@ -269,5 +268,5 @@ def test_tokenizers_of_sentencepiece_are_read_and_given_back(kind, tmp_path):
     torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-4)
     (text,) = run.start([""], temperature=0, max_new_tokens=12).finish()
     assert text.text[:4] == theirs.decode(text.tokens)[:4]  # without a space before it
-    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
+    export_run(run, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == file

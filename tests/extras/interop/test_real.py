@@ -24,7 +24,7 @@ import torch
 from gptmini.extras.interop.export import export_run
 from gptmini.generate.run import Run, load_run
 from tests.extras.interop.published import SMOLLM2_135M, SMOLLM2_TOKENIZER, odd_texts
-from tests.support import ROOT, new_cache
+from tests.support import ROOT
 
 pytestmark = [
     pytest.mark.real,
@@ -96,28 +96,23 @@ def theirs(folder: Path) -> Any:
     return model.eval()
 
 
-def import_in_a_process(source: Path, out: Path, cache: Path) -> Imported:
+def import_in_a_process(source: Path, out: Path) -> Imported:
     """Import as `gptmini import` does."""
     command = [sys.executable, "-c", IMPORT_AND_MEASURE, "import", str(source), "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     (peak,) = re.findall(rb"VmHWM:\s+(\d+) kB", done.stdout)
-    return Imported(load_run(out, "cpu", "float32", cache), 1024 * int(peak))
+    return Imported(load_run(out, "cpu", "float32"), 1024 * int(peak))
 
 
 @pytest.fixture(scope="module")
-def cache(folder: Path) -> Path:
-    return new_cache(folder)
+def of_gguf(theirs: Any, folder: Path) -> Imported:
+    return import_in_a_process(find_gguf(), folder / "of_gguf")
 
 
 @pytest.fixture(scope="module")
-def of_gguf(theirs: Any, folder: Path, cache: Path) -> Imported:
-    return import_in_a_process(find_gguf(), folder / "of_gguf", cache)
-
-
-@pytest.fixture(scope="module")
-def of_folder(theirs: Any, folder: Path, cache: Path) -> Imported:
-    return import_in_a_process(folder / "there", folder / "of_folder", cache)
+def of_folder(theirs: Any, folder: Path) -> Imported:
+    return import_in_a_process(folder / "there", folder / "of_folder")
 
 
 @pytest.fixture
@@ -198,9 +193,9 @@ def test_a_folder_and_a_file_make_the_same_run(of_gguf, of_folder):
 
 
 @pytest.mark.usefixtures("other_programs")
-def test_an_export_is_the_same_model(run, theirs, folder, cache):
+def test_an_export_is_the_same_model(run, theirs, folder):
     transformers = pytest.importorskip("transformers")
-    export_run(run, folder / "out", cache=cache)
+    export_run(run, folder / "out")
     exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "out").eval()
     weights = theirs.state_dict()
     for name, weight in exported.state_dict().items():

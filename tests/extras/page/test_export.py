@@ -99,7 +99,7 @@ def test_a_page_opens_on_held_out_text(gptmini, run, visit, monkeypatch):
     trained = load_run(Path(run), "cpu", "float32")
     tab = visit(Path("page.html").read_bytes())
     opening = tab.evaluate("getText()")
-    held_out = load_corpus(trained, trained.cache).validation[0]
+    held_out = load_corpus(trained).validation[0]
     text = trained.tokenizer.decode(held_out.read(0, len(held_out)).tolist())
     assert opening in text
     assert export.OPENING_LENGTH // 2 < len(opening) <= export.OPENING_LENGTH

@@ -15,7 +15,6 @@ from gptmini.cli.serve import _build_page
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_served_page
 from gptmini.extras.serve.limits import Limits
-from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from tests.extras.serve.serving import alone, serving
@@ -38,7 +37,7 @@ def closed() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("page")
     run_of(folder / "small", TOKENIZER, context_length=64)
-    return load_run(folder / "small", "cpu", cache=DEFAULT_CACHE_DIR)
+    return load_run(folder / "small", "cpu")
 
 
 @pytest.fixture(scope="module")

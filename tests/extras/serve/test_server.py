@@ -62,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train={"steps": 30, "seq_len": 16},
         sample={"top_k": None, "temperature": 1.2},
     )
-    train(config, folder / "small", folder / "cache")
+    train(config, folder / "small")
     return folder / "small"
 
 

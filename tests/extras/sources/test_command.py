@@ -13,7 +13,6 @@ from gptmini import console
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, Copy
 from gptmini.generate.run import Run, load_run
-from tests.support import new_cache
 
 FEW = ["--max-new-tokens", "6"]
 
@@ -83,7 +82,7 @@ def test_sources_need_the_text_of_training(gptmini, run, trained):
 
 
 def test_threads_share_a_text_and_a_copied_run_has_its_own(trained: Path, tmp_path: Path):
-    run = load_run(trained, cache=new_cache(tmp_path))
+    run = load_run(trained)
     text = "? quick brown fox jumps over the lazy dog"
     with ThreadPoolExecutor(4) as pool:  # one of them reads it
         results = list(pool.map(run.find_copies, [text] * 8))

@@ -28,9 +28,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def open_of(path: str | list[str], kind: str = "byte", **data) -> SourceText:
     """What a run would be trained on."""
     config = tiny(data={"path": path, **data}, tokenizer={"kind": kind})
-    cache = Path("cache")
-    corpus = prepare_corpus(config, cache)
-    return read_training_text(RUN, config.data, corpus.content, cache)
+    corpus = prepare_corpus(config)
+    return read_training_text(RUN, config.data, corpus.content)
 
 
 def places(source: SourceText, text: str) -> list[str]:
@@ -110,24 +109,24 @@ def test_only_what_was_trained_on_is_in_it():
 def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
     config = tiny(data={"path": "a.txt"})
-    corpus = prepare_corpus(config, Path("cache"))
+    corpus = prepare_corpus(config)
     arguments = (RUN, config.data)
-    read_training_text(*arguments, corpus.content, Path("cache"))
+    read_training_text(*arguments, corpus.content)
     Path("a.txt").write_text(f"{SEA}\n{FILLER}".replace("calm", "wild"))
     with pytest.raises(DataError, match=r"a\.txt: .*runs.my.*restore"):
-        read_training_text(*arguments, corpus.content, Path("cache"))
+        read_training_text(*arguments, corpus.content)
     Path("a.txt").unlink()
     with pytest.raises(DataError, match=r"a\.txt: no such file"):
-        read_training_text(*arguments, corpus.content, Path("cache"))
+        read_training_text(*arguments, corpus.content)
     with pytest.raises(DataError, match=r"runs.my: .*no record of a text"):
-        read_training_text(*arguments, "", Path("cache"))
+        read_training_text(*arguments, "")
     np.zeros(2000, np.uint16).tofile("a.bin")
     numbers = tiny(data={"path": "a.bin"}, tokenizer={"kind": "byte"})
     with pytest.raises(DataError, match=r"runs.my: .*token numbers"):
-        read_training_text(RUN, numbers.data, corpus.content, Path("cache"))
+        read_training_text(RUN, numbers.data, corpus.content)
     piped = tiny(data={"path": "-"})
     with pytest.raises(DataError, match=r"runs.my: .*standard input"):
-        read_training_text(RUN, piped.data, corpus.content, Path("cache"))
+        read_training_text(RUN, piped.data, corpus.content)
 
 
 def test_a_text_that_is_too_large_is_refused(monkeypatch):
