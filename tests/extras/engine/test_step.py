@@ -158,6 +158,7 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
+    build.build_library.cache_clear()
     assert build.build_library() is None
     assert capsys.readouterr().err == ""
     broken = tmp_path / "g++"
