@@ -57,10 +57,10 @@ def build_library(target: tuple[str, ...] = NATIVE_TARGET) -> ctypes.CDLL | None
     for source in SOURCE_FILES:
         digest.update(source.read_bytes())
     digest.update(json.dumps([command, attempts, _read_processor()]).encode())
-    library = files.get_cache_folder() / "native" / f"{digest.hexdigest()[:16]}{LIBRARY_SUFFIX}"
+    folder = files.get_cache_folder() / "native"
+    name = digest.hexdigest()[:16]
     try:
-        if not library.exists():
-            _compile(command, attempts, library)
+        library = _find_library(folder, name) or _compile(command, attempts, folder, name)
         return ctypes.CDLL(str(library)) if _is_ours_alone(library) else None
     except (OSError, subprocess.SubprocessError) as error:
         reason = _describe_failure(error)
@@ -128,16 +128,31 @@ def _read_processor() -> str:
     return f"{platform.machine()} {features}"
 
 
-def _compile(command: list[str], attempts: list[list[str]], library: Path) -> None:
-    """Compile a library."""
-    folder = library.parent
+def _find_library(folder: Path, name: str) -> Path | None:
+    """Find an intact library; delete damaged ones.
+
+    Loading one that a full disk or a power cut has cut off would end the process (SIGBUS).
+    """
+    for library in sorted(folder.glob(f"{name}-*{LIBRARY_SUFFIX}")):
+        if library.stem == f"{name}-{_compute_digest(library)}":
+            return library
+        library.unlink(missing_ok=True)  # another process may have found it, too
+    return None
+
+
+def _compute_digest(library: Path) -> str:
+    return hashlib.sha256(files.read_regular(library)).hexdigest()[:16]
+
+
+def _compile(command: list[str], attempts: list[list[str]], folder: Path, name: str) -> Path:
+    """Compile a library; its name is that of its sources and flags, and a digest of its bytes."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Compile in a folder of this call's own and rename at the end, so that nobody loads half a
     # library; if several compile at once, the last one wins.
     with tempfile.TemporaryDirectory(
         prefix=".tmp-", dir=folder, ignore_cleanup_errors=True
     ) as scratch:
-        partial = Path(scratch) / library.name
+        partial = Path(scratch) / f"{name}{LIBRARY_SUFFIX}"
         for options in attempts:
             try:
                 _run([*command, *options, "-o", str(partial)])
@@ -146,10 +161,9 @@ def _compile(command: list[str], attempts: list[list[str]], library: Path) -> No
                 if options is attempts[-1]:
                     raise
         partial.chmod(0o700)
-        # Loading a library that a power cut has cut off would end the process (SIGBUS).
-        with partial.open("rb+") as file:
-            files.sync(file.fileno())
+        library = folder / f"{name}-{_compute_digest(partial)}{LIBRARY_SUFFIX}"
         files.rename(partial, library)
+    return library
 
 
 def _run(command: list[str]) -> bytes:

@@ -195,6 +195,30 @@ def test_a_compiler_that_hangs_is_given_up(
 
 @needs_posix
 @needs_compiler
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "quick.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCE_FILES", [source])
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("GPTMINI_CACHE", str(cache))
+    build.build_library.cache_clear()
+    assert build.build_library() is not None
+    (library,) = (cache / "native").iterdir()
+    whole = library.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + b"x"):
+        library.unlink()  # what is in memory keeps its bytes
+        library.write_bytes(damaged)
+        library.chmod(0o700)
+        build.build_library.cache_clear()
+        compiled = build.build_library()
+        assert compiled is not None
+        assert compiled.answer() == 42
+        (library,) = (cache / "native").iterdir()
+    build.build_library.cache_clear()
+
+
+@needs_posix
+@needs_compiler
 def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
