@@ -33,7 +33,7 @@ def convert(
     new = config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
     if new.n_kv_head == old.n_kv_head:
-        change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
+        change = f"window {old.attention.window or 'none'} -> {new.attention.window or 'none'}"
     name = quote(out)
     command = f"gptmini train {quote(out / 'config.yaml')} --out {name}"
     if not trained.corpus:  # an imported model has no text of its own

@@ -197,7 +197,6 @@ def resolve_run(run: Path | None) -> Path:
         hint = f"make one of a pretrained model: gptmini import {owner}{run}"
     else:
         hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"
-        hint += "; a text goes after --prompt or --text"
     raise CheckpointError(f"{shorten(run)}: no run here; {hint}")
 
 

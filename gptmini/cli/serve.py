@@ -69,4 +69,6 @@ def _read_key() -> str:
     key = value.strip()
     if value and not key:
         raise ConfigError("GPTMINI_API_KEY: is blank; set a key, or unset it to serve without one")
+    if not key.isprintable():
+        raise ConfigError("GPTMINI_API_KEY: has a line break or the like inside; set another key")
     return key

@@ -228,6 +228,8 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
 def _describe_expected(mistake: Any) -> str:
     """Describe what a setting must be: pydantic's sentence, without its subject and its value."""
     sentence, _, _ = str(mistake["msg"]).partition(", not ")
+    sentence = re.sub(r"valid dictionary or instance of \w+", "section of key: value", sentence)
+    sentence = sentence.removesuffix(" after validation")
     return re.sub(r"^\w+ should", "must", sentence).replace("'", "")
 
 

@@ -104,7 +104,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """Share one matrix between the token embedding and the output head; left out, Muon shares it
     only where the risk of overfitting (docs/training.md) is high."""
-    dropout: Annotated[float, Field(ge=0, le=0.99)] | None = None
+    dropout: Annotated[float, Field(ge=0, le=255 / 256)] | None = None
     """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2
     for small texts, else 0."""
 

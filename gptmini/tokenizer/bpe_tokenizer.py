@@ -36,8 +36,13 @@ class BpeTokenizer(Tokenizer):
 
     def encode(self, text: str, continues: bool = False) -> Tokens:
         tokens = [np.empty(0, np.uint32)]
-        for part in split_text(text):  # tiktoken is slow on long texts without a word boundary
-            tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
+        try:
+            for part in split_text(text):  # tiktoken is slow on long texts without a word boundary
+                tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
+        except UnicodeEncodeError:
+            raise
+        except ValueError as error:  # only with somebody else's pattern
+            raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
         return np.concatenate(tokens)
 
     def decode_token(self, token: int) -> bytes:
