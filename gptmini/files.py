@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -113,11 +114,14 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 def atomic_output(out: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes `out` when the block ends.
 
-    Nothing of it stays if the block raises. Raises ConfigError if `out` exists; MachineError if it
-    cannot be written, or if another process is writing it.
+    Nothing of it stays if the block raises. Raises ConfigError if `out` exists or its name is not
+    UTF-8, which not every program can open; MachineError if it cannot be written, or if another
+    process is writing it.
     """
     if not out.name:  # `.` and `/`, beside which no folder can be made
         raise ConfigError(f"--out {out}: already exists; choose another name")
+    if re.search("[\ud800-\udfff]", str(out)):  # as Python keeps bytes that are not UTF-8
+        raise ConfigError(f"--out {str(out)!a}: not UTF-8; choose another name")
     folder = out.with_name(f".partial-{out.name}")
     partial = folder / out.name
     with _report_failed_output(out, partial):

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -157,9 +158,14 @@ def _read_arguments() -> list[str]:
 
 
 def _prepare_streams() -> None:
-    """Let every text be printed: replace what the terminal's encoding lacks."""
-    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):
+    """Let every text be printed: replace what the terminal's encoding lacks, and closed streams."""
+    if sys.stdin is None:  # closed by the caller, as with `<&-`: nothing to read
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - open until the end
+    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, as with `2>&-`
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the end
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
             if IS_WINDOWS and not stream.isatty():
                 # Write the same bytes to pipes and files as elsewhere, not Windows' code page.

@@ -10,7 +10,7 @@ import typer
 
 from gptmini.cli.options import AsJson, Assignments, argument, flag, option, parse_assignments
 from gptmini.console import escape_control_characters, format_table, say, stream_to_stdout
-from gptmini.errors import DataError, shorten
+from gptmini.errors import ConfigError, DataError, shorten
 from gptmini.files import atomic_write_bytes, decode_utf8
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
@@ -32,12 +32,16 @@ def train(
     from gptmini.data import corpus
     from gptmini.data.text import DividedText, TextPart, find_text, spool_stdin
 
+    settings = parse_assignments(assignments)
+    for label, (section, *_), _ in settings:
+        if section != "data":
+            raise ConfigError(f"{label}: applies to settings of data alone; leave it out")
     if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
     config = load.load_config(
         None,
         [
-            *parse_assignments(assignments),
+            *settings,
             ("DATA", ("data", "path"), data),
             ("", ("tokenizer", "kind"), "bpe"),
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),

@@ -128,3 +128,8 @@ def test_the_cache_is_where_the_desktop_keeps_caches(tmp_path):
         [sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True
     )
     assert done.stdout == f"{tmp_path / 'gptmini'}\n"
+
+
+def test_an_output_with_a_name_that_is_not_utf8_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"caf\\udce9': not UTF-8; choose another name"):
+        files.atomic_output(tmp_path / "caf\udce9").__enter__()

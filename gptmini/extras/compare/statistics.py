@@ -6,6 +6,7 @@ Several comparisons are corrected together (Holm 1979). All of it assumes that t
 variant are normally distributed over seeds. Loads no torch.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -50,16 +51,20 @@ class Difference:
 def estimate_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
     """Estimate how far the mean of our figures, by seed, is from the mean of theirs.
 
-    With two seeds or more in common, only those count, as pairs. With a single run on a side there
-    is no test: it is None.
+    With two seeds or more in common, only those count, as pairs. With a single run on a side, the
+    test is None.
     """
     common = [seed for seed in ours if seed in theirs]
-    if len(common) > 1:
-        pairs = [ours[seed] - theirs[seed] for seed in common]
-        return fmean(pairs), (len(pairs),), import_scipy().ttest_1samp(pairs, 0)
     sides = [list(ours.values()), list(theirs.values())]
     counts = (len(ours), len(theirs))
-    test = import_scipy().ttest_ind(*sides, equal_var=False) if min(counts) > 1 else None
+    test = None
+    # scipy warns where figures are nearly equal, as runs of two names for one variant are.
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        if len(common) > 1:
+            pairs = [ours[seed] - theirs[seed] for seed in common]
+            return fmean(pairs), (len(pairs),), import_scipy().ttest_1samp(pairs, 0)
+        if min(counts) > 1:
+            test = import_scipy().ttest_ind(*sides, equal_var=False)
     return fmean(sides[0]) - fmean(sides[1]), counts, test
 
 

@@ -212,9 +212,10 @@ def _check_fits(text: Sequence) -> None:
 
 def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
     """Check the fields besides the settings of `sample`; fill in their defaults."""
-    for key in data.keys() - DEFAULT_FIELDS.keys() - SAMPLE_SETTINGS:
+    given = {key: value for key, value in data.items() if value is not None}
+    for key in given.keys() - DEFAULT_FIELDS.keys() - SAMPLE_SETTINGS:
         raise ConfigError(f"{shorten(key)}: no such field; leave it out")
-    fields = DEFAULT_FIELDS | {key: value for key, value in data.items() if value is not None}
+    fields = DEFAULT_FIELDS | given
     n = fields["n"]
     n_logprobs = fields["logprobs"]
     stream_options = fields["stream_options"]

@@ -453,7 +453,7 @@ def _format_event(data: dict[str, Any]) -> str:
 def _parse_object(body: bytes) -> dict[str, Any]:
     try:
         data = json.loads(body.decode())
-        if b"\\u" in body:  # an escape can spell half of a character, which is no Unicode
+        if b"\\u" in body:  # an escape can spell half a character
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"body: not valid JSON ({str(error)[:80]})") from None

@@ -16,7 +16,7 @@ from gptmini.tokenizer.chunks import Place
 
 # Characters; few as long are chance (scripts/LOG.md: How does one find copies of a training text?)
 SHORTEST_COPY = 20
-SEPARATOR = "\ud800"  # stands in no valid text, so that no copy goes on behind a document
+SEPARATOR = "\ud800"  # in no valid text, so no copy runs from one document into the next
 # A stretch of a document, whether a document begins with it, and where it is from.
 Piece = tuple[str, bool, Place]
 
@@ -93,10 +93,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Copies:
-    """What a text that continues a prompt copies from a training text.
+    """What a text copies from a training text.
 
-    The prompt is searched only to see a copy that begins in it and goes on in the text. A copy has
-    a letter or a digit: rules of dashes are nobody's words.
+    The text continues `prompt`, which is searched, too: a copy may begin there and go on in the
+    text. A copy has a letter or a digit: rules of dashes are nobody's words.
     """
 
     source: SourceText
@@ -146,7 +146,7 @@ class Copies:
 
     @property
     def share(self) -> float:
-        """What part of the characters belongs to a copy."""
+        """The fraction of the characters that belong to a copy."""
         return sum(end - start for start, end in self.stretches) / max(1, len(self.text))
 
     @property
@@ -227,7 +227,7 @@ def find_matches(
             last_start, last_end, _ = matches[-1]
             if end <= last_end:
                 continue
-            # What goes on behind the last match may begin within it.
+            # The next match may begin within the last one.
             starts = range(last_start + 1, window)
             n_unknown = bisect_left(starts, True, key=lambda at: query[at:end] in joined)
             start = last_start + 1 + n_unknown

@@ -1,4 +1,4 @@
-"""What holds for every command: errors, help, exit codes, closed pipes, threads."""
+"""What every command shares: errors, help, exit codes, closed streams, threads."""
 
 import os
 import re
@@ -186,6 +186,22 @@ def test_output_that_nobody_reads_ends_a_command_quietly(words, tmp_path: Path):
     os.close(write_end)
     assert done.stderr == b""
     assert done.returncode == (0 if words == "settings" else 141)
+
+
+@needs_posix
+@pytest.mark.parametrize(
+    ("words", "closed", "printed"),
+    [
+        ("tokenizer encode byte", "<&-", "\n"),
+        ("settings train.steps", ">&-", ""),
+        ("settings nothing", "2>&-", ""),
+    ],
+)
+def test_closed_streams_are_empty_ones(words, closed, printed):
+    command = f"'{sys.executable}' -m gptmini {words} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    code = 2 if "nothing" in words else 0
+    assert (done.returncode, done.stdout, done.stderr) == (code, printed, "")
 
 
 @needs_posix

@@ -21,6 +21,8 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     code, out, err = gptmini(*words)
     assert (code, out) == (0, "")
     assert "t.json: 300 tokens" in err
+    code, _, err = gptmini(*words, "--set", "tokenizer.kind=char")
+    assert (code, "tokenizer.kind: applies to settings of data alone" in err) == (2, True)
     learned = load_tokenizer(Path("t.json"))
     code, out, _ = gptmini("tokenizer", "encode", "t.json", "the lazy dog")
     assert (code, out.split()) == (0, [str(t) for t in learned.encode("the lazy dog")])

@@ -23,7 +23,7 @@ class FakeMachine(Machine):
 
     step: seconds of a step, the same for every run, or by its configuration; with None, a test that
     times a step fails. row: bytes of the activations of a row. `timed` has the configurations of
-    the steps that were timed.
+    the steps that were timed, `limits` the seconds that each was given.
     """
 
     compute: Compute = CPU
@@ -34,6 +34,7 @@ class FakeMachine(Machine):
     seconds_gone: Callable[[], float] = lambda: 0.0
     figures: Estimates | None = None
     timed: list[Config] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
 
     @property
     def estimates(self) -> Estimates:
@@ -56,6 +57,7 @@ class FakeMachine(Machine):
     ) -> StepTime:
         assert self.step is not None, "timed a step for nothing"
         self.timed.append(config)
+        self.limits.append(limit)
         return self.step if isinstance(self.step, StepTime) else self.step(config)
 
 

@@ -1,5 +1,6 @@
 """What a run chooses for itself: micro-batches, compiled blocks, sizes and steps for minutes."""
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,8 @@ def test_blocks_are_compiled_if_it_pays(requested, seconds, compiled):
     config = tiny(train={"compile": requested, "steps": 200}).with_tokenizer("byte", 257)
     assert timing.try_compile(config, machine)[0] == compiled
     assert len(machine.timed) == len(seconds)
+    assert math.inf not in machine.limits[:1]
+    assert all(limit == math.inf for limit in machine.limits[1:])  # once it matters, exactly
 
 
 def test_compiling_is_not_tried_where_it_takes_what_is_left_of_the_minutes():
