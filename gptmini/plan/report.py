@@ -196,8 +196,8 @@ def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
         return _join_lines(
             [
                 f"the run does not fit in {time['memory']};",
-                "lower model.d_model or model.n_layer, or where they are not yet so, let",
-                "train.micro_batch_size be 1 and train.gradient_checkpointing true",
+                "set train.micro_batch_size=1 and train.gradient_checkpointing=true,",
+                "or lower model.d_model or model.n_layer",
             ]
         )
     duration = f"about {format_duration(max(1, 60 * time['minutes']))} on {time['on']}"

@@ -77,7 +77,7 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
     code, out, err = gptmini("size", *WORDS, *words)
     assert code == 0, err
     assert "the run does not fit in the 24 GB of one l4;\n" in out
-    assert out.endswith(f"{report.INDENT}or set train.gradient_checkpointing=true\n")
+    assert out.endswith(f"{report.INDENT}or lower model.d_model or model.n_layer\n")
 
 
 @pytest.mark.parametrize(("peak", "fits"), [(80e9 - 1, True), (80e9 + 1, False)])
