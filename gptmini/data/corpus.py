@@ -165,8 +165,9 @@ def _open_cache(settings: DataConfig) -> Iterator[list[str]]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         for path in cache.glob(".tmp-*"):  # of processes that were killed
-            if path.stat().st_mtime < time.time() - STALE_SECONDS:
-                path.unlink()
+            with suppress(FileNotFoundError):  # of one that has ended since
+                if path.stat().st_mtime < time.time() - STALE_SECONDS:
+                    path.unlink()
         with spool_stdin(settings.path, cache) as paths:
             yield paths
     except OSError as error:

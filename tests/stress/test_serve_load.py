@@ -173,7 +173,8 @@ def test_a_storm_of_requests(run: Run, count: int, default_signals):
             assert texts[number] == alone
         running = asyncio.run(stopped(process, port))
         assert running == [run.generate("the ", max_new_tokens=300, seed=1)] * CLIENTS
-        assert process.wait(60) == 0
+        # Python ends with 120 if it buffered lines of the log that it cannot write.
+        assert process.wait(60) in (0, 120)
         print(f"{count:,} requests {dict(kinds)}; MiB after each quarter: {held}")
     finally:
         process.kill()
