@@ -71,11 +71,13 @@ def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
 def test_a_part_of_a_text_is_not_compared_with_all_of_it(text_file, tmp_path, gptmini):
     one = trained(text_file, tmp_path / "one")
     parts = [
-        trained(text_file, tmp_path / str(seed), train={"eval_tokens": 32, "seed": seed})
-        for seed in (1, 2)
+        trained(text_file, tmp_path / str(seed), train={"eval_tokens": size, "seed": seed})
+        for seed, size in ((1, 32), (2, 32), (3, 64))
     ]
-    (same,) = measure_variants({"a": parts})
+    (same,) = measure_variants({"a": parts[:2]})
     assert not same.runs[0].whole
+    with pytest.raises(DataError, match="3: measured on a part of"):
+        measure_variants({"a": parts[:1], "b": parts[2:]})
     with pytest.raises(DataError, match=r"1: measured on a part of .* gptmini evaluate .*1 "):
         measure_variants({"a": [one], "b": parts[:1]})
     assert gptmini("evaluate", str(parts[0]))[0] == 0

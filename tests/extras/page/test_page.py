@@ -249,7 +249,7 @@ def real(text: str) -> float:
     return float("-inf") if text == "-∞" else float(text)
 
 
-@pytest.mark.parametrize("shape", ["bloom", "window"])
+@pytest.mark.parametrize("shape", ["bloom", "gqa", "window"])
 def test_the_table_of_scores_is_that_of_the_model(visit, shape):
     tab = opened(visit, random_run(shape))
     select(tab, 13)

@@ -221,7 +221,12 @@ def test_what_a_chat_cannot_do_is_said_in_words(talking: Run, visit):
         assert tab.locator(".message").count() == 0
         assert box.input_value() == "one"  # to send it again
         assert problem.inner_text() == ""
+        box.press("Enter")
+        tab.get_by_role("button", name="New conversation").click()
+        wait_until(tab, "chat.running === null && chat.messages.length === 0")
+        assert box.input_value() == ""  # what was stopped does not come back
         tab.unroute("**/v1/chat/completions")
+        box.fill("one")
         tab.evaluate("state.sample.temperature = -1")
         box.press("Enter")
         wait_until(tab, "chat.problem !== ''")

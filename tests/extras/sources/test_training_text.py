@@ -132,5 +132,6 @@ def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
 def test_a_text_that_is_too_large_is_refused(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
     monkeypatch.setattr(training_text, "MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr("gptmini.data.formats.TEXT_BLOCK_SIZE", 100)  # no chunk is too large
     with pytest.raises(DataError, match=r"a\.txt: .*too much"):
         open_of("a.txt")
