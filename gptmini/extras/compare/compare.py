@@ -232,11 +232,12 @@ def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None)
 def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
     """Group finished runs by variant: runs whose configurations differ only by seed.
 
-    What model of its own a run has, its files do not say: those of one folder are one variant.
+    What model of its own a run has, its files do not say: those of one folder are one variant. A
+    run that is named twice counts once.
     """
     groups: dict[tuple[Any, ...], list[Path]] = {}
     seen = set()
-    for path in paths:
+    for path in {path.absolute(): path for path in paths}.values():
         run = RunDirectory(path)
         config = run.load_config()
         state = run.find_best().state
@@ -249,11 +250,13 @@ def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
             key = (path,)
         seen.add((key, config.train.seed))
         groups.setdefault(key, []).append(path)
-    names = [_get_variant_folder(runs[0]).name for runs in groups.values()]
-    return {
+    names = [_get_variant_folder(runs[0].absolute()).name for runs in groups.values()]
+    named = {
         name if names.count(name) == 1 else str(runs[0]): runs
         for name, runs in zip(names, groups.values(), strict=True)
     }
+    # Pictures and files show no name that is not UTF-8.
+    return {name.encode("utf-8", "backslashreplace").decode(): runs for name, runs in named.items()}
 
 
 def _get_variant_folder(path: Path) -> Path:

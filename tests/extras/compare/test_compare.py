@@ -1,6 +1,8 @@
 """Comparisons: each variant is trained once, resumed after a stop, and reported."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,11 +94,16 @@ def test_comparing_twice_resumes_rather_than_retrains(gptmini, text_file, tmp_pa
     # Finished runs are grouped by what differs.
     twins = runs[:2]
     (folder / "copy").symlink_to(twins[0])
-    assert compare.group_runs([*twins, runs[2], folder / "copy"]) == {
+    latin = folder / os.fsdecode(b"caf\xe9")
+    shutil.copytree(runs[2], latin)
+    assert compare.group_runs([*twins, twins[0], runs[2], folder / "copy", latin]) == {
         "mha": twins,
         "window4": [runs[2]],
         "copy": [folder / "copy"],  # the same seed again is another variant
+        r"caf\udce9": [latin],
     }
+    monkeypatch.chdir(twins[0].parent)
+    assert list(compare.group_runs([Path(twins[0].name)])) == ["mha"]
     # What a machine chose is no difference.
     run = RunDirectory(twins[1])
     run.write_config(run.load_config().with_train(micro_batch_size=2, compile="on"))
