@@ -219,7 +219,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest
 
 @needs_posix
 @needs_compiler
-def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(
+def test_the_library_is_compiled_once_a_processor_and_refused_if_others_could_write_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     source = tmp_path / "quick.cpp"
@@ -233,6 +233,11 @@ def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(
     build.build_library.cache_clear()
     assert build.build_library() is not None
     assert library.stat().st_mtime_ns == made
+    with monkeypatch.context() as elsewhere:  # a machine with the same home directory
+        elsewhere.setattr(build, "_read_processor", lambda: "another")
+        build.build_library.cache_clear()
+        assert build.build_library() is not None
+    assert len(list(library.parent.iterdir())) == 2
     for others in (0o020, 0o002):  # the group, or anybody, could write it
         library.chmod(0o700 | others)
         build.build_library.cache_clear()

@@ -119,6 +119,9 @@ def test_shards_divide_weights_and_state_and_gather_two_blocks():
     kept = 2 * 64 * cost.count_bytes_kept_per_token(config, plans.COMPUTE)
     matrices, others = plans.count_gathered(config)
     assert shared.activations == kept + 2 * 6 * matrices // 4 + 8 * others
+    again = config.with_train(gradient_checkpointing=True)
+    otherwise = plans.plan_rank(again, H100, 4, shard=True).memory.peak
+    assert plans.plan_rank(config, H100, 4, shard=True).memory_otherwise == otherwise
     wide = config_of(8, d_model=512, train={"micro_batch_size": 1})  # most is Muon's temporaries
     by_adamw = wide.with_train(optimizer="adamw")
     by_muon = plans.compute_memory(wide, 1).activations
