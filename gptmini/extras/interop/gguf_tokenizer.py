@@ -99,6 +99,8 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     writer.add_eos_token_id(tokenizer.end_tokens[0])
     if len(tokenizer.end_tokens) > 1:
         writer.add_eot_token_id(tokenizer.end_tokens[1])
+    if len(tokenizer.end_tokens) > 2:
+        writer.add_eom_token_id(tokenizer.end_tokens[2])
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
         for use, name in tokenizer.template_tokens.items():

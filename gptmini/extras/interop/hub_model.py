@@ -26,7 +26,7 @@ from gptmini.extras.interop.huggingface import (
 from gptmini.tokenizer.foreign import import_library
 
 NAME = re.compile(
-    rf"(?P<name>{hub.OWNER_AND_NAME})(@(?P<revision>{hub.REVISION}))?(/(?P<file>.+\.gguf))?",
+    rf"(?P<name>{hub.OWNER_AND_NAME})(@(?P<revision>{hub.REVISION}))?(/(?P<file>.+\.(?i:gguf)))?",
     re.ASCII,
 )
 NAME_WITHOUT_OWNER = re.compile(rf"(?P<name>[\w.-]+)(@(?P<revision>{hub.REVISION}))?", re.ASCII)

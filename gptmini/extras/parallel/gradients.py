@@ -34,16 +34,14 @@ class ExactSums(ExactGradients):
 
 
 def all_reduce_tree(flat: Tensor, ranks: Ranks) -> Tensor:
-    """Add all ranks' vectors pairwise: ((0 + 1) + (2 + 3)) + ...; W is a power of two.
+    """Add all ranks' vectors pairwise, in place: ((0 + 1) + (2 + 3)) + ...; W is a power of two.
 
     gloo's and NCCL's all-reduce add in an order that depends on W and on the size, so the sum is
     made here. Partners exchange halves, then quarters, and so on, and each adds what it keeps; then
     the parts travel back. A rank sends 2 (W - 1) / W of the vector, no more than in a ring
     (Rabenseifner 2004).
     """
-    padding = -len(flat) % ranks.world_size
-    whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
-    part = whole
+    part = flat
     splits = []
     bit = 1
     while bit < ranks.world_size:
@@ -52,13 +50,13 @@ def all_reduce_tree(flat: Tensor, ranks: Ranks) -> Tensor:
         kept, sent = (high, low) if ranks.rank & bit else (low, high)
         received = torch.empty_like(kept)
         swap(sent, received, partner)
-        # In place, in a view of `whole`. A sum of two has the same bits in either order.
+        # In place, in a view of `flat`. A sum of two has the same bits in either order.
         part = kept.add_(received)
         splits.append((kept, sent, partner))
         bit *= 2
     for kept, sent, partner in reversed(splits):
         swap(kept, sent, partner)
-    return whole[: len(flat)]
+    return flat
 
 
 def swap(sent: Tensor, received: Tensor, partner: int) -> None:

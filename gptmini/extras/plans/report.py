@@ -45,7 +45,7 @@ def estimate_on_accelerators(
             "link": accelerator.link_gb_per_second,
             "network": accelerator.network_gbit_per_second,
             "memory": f"the {accelerator.gigabytes} GB of one {accelerator.name}",
-            "fits": plan.memory.peak < accelerator.gigabytes * 1e9,
+            "fits": plan.memory.peak <= accelerator.gigabytes * 1e9,
         },
     }
 

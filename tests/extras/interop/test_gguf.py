@@ -101,7 +101,9 @@ def test_every_tokenizer_is_proven(kind, tmp_path):
 
 @installed
 def test_special_tokens_and_chat_template_are_written(tmp_path):
-    run = run_of(tmp_path / "run", adopted_tokenizer())
+    tokenizer = adopted_tokenizer()
+    tokenizer.end_tokens.append(300)
+    run = run_of(tmp_path / "run", tokenizer)
     export_run(run, tmp_path / "out.gguf", "gguf")
     fields = gguf.import_gguf().GGUFReader(tmp_path / "out.gguf").fields
     found = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
@@ -113,6 +115,7 @@ def test_special_tokens_and_chat_template_are_written(tmp_path):
     back = gguf_reader.read_gguf(tmp_path / "out.gguf")[2]
     for name in ("special_tokens", "end_tokens", "chat_template", "template_tokens"):
         assert getattr(back, name) == getattr(run.tokenizer, name)
+    assert back.end_tokens == [301, 299, 300]
 
 
 @installed

@@ -189,7 +189,7 @@ def test_what_exists_here_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "my-hf").mkdir(parents=True)
     assert parse_model_name("runs/my-hf") is None
-    for name in ("hf:a/b", "hf:a/b@v1", "hf:a/b@v1/c/d.gguf", "hf:gpt2"):
+    for name in ("hf:a/b", "hf:a/b@v1", "hf:a/b@v1/c/d.gguf", "hf:a/b/D.GGUF", "hf:gpt2"):
         assert str(parse_model_name(name)) == name
     assert parse_model_name("hf:runs/my-hf") == ModelName("runs/my-hf", None, None)
     assert parse_model_name("hf:gpt2@main") == ModelName("gpt2", "main", None)
