@@ -154,7 +154,7 @@ def find_config_file(name: str) -> Path:
         return known[name]
     if "=" in name:
         raise ConfigError(f"{name}: not a configuration; each setting needs --set before it")
-    raise ConfigError(f"{name}: no such configuration; {_suggest_nearest(name, known)}")
+    raise ConfigError(f"{name}: no such configuration or text; {_suggest_nearest(name, known)}")
 
 
 def find_request(run: Path) -> Path:

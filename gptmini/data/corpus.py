@@ -172,8 +172,8 @@ def _open_cache(settings: DataConfig) -> Iterator[list[str]]:
             yield paths
     except OSError as error:
         raise MachineError(
-            f"{error.filename or cache}: {describe_os_error(error)}; free some space, or choose "
-            f"another folder with GPTMINI_CACHE"
+            f"{error.filename or cache}: {describe_os_error(error)}; choose another folder with "
+            f"GPTMINI_CACHE"
         ) from None
 
 

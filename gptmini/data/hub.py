@@ -174,7 +174,7 @@ def _explain_failure(
     else:
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         problem = (
-            f"{constants.ENDPOINT} was not reached, or left "
+            f"no answer from {constants.ENDPOINT} "
             f"({escape_control_characters(shorten(first_line, 120))}); check the network, and run "
             f"the same command again"
         )

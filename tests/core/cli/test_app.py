@@ -16,7 +16,7 @@ from tests.support import needs_posix
 
 DIGITS = "9" * 5000  # more than Python converts
 ERRORS = [
-    (["train", "nothere"], 2, "nothere: no such configuration"),
+    (["train", "nothere"], 2, "nothere: no such configuration or text"),
     (["train", "nothere.yaml"], 2, "nothere.yaml: no such file"),
     (["train", "--set", "train.steps=2", "train.seed=1"], 2, "each setting needs --set before it"),
     (["train", "--attention", "gqa:3"], 2, "gqa:3: 4 heads (n_head) cannot share 3 KV heads; use"),

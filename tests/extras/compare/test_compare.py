@@ -232,7 +232,7 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     code, _, err = gptmini("compare", "done", "text.txt")
     assert (code, "text.txt: no finished run, as done is" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
-    assert (code, "no-such-thing: no such configuration;" in err) == (2, True)
+    assert (code, "no-such-thing: no such configuration or text;" in err) == (2, True)
 
 
 def test_without_scipy_nothing_is_trained(gptmini, text_file, tmp_path, monkeypatch):
