@@ -76,14 +76,15 @@ def train(
     from gptmini.train import loop
     from gptmini.train.group import join_group
 
+    is_converted = 0 in RunDirectory(out).list_steps()
     with join_group() as group:
         plan = group.make_plan(settings, RunDirectory(out), started)
         trained = loop.train(plan, out, group=group)
     if trained is not None and group.rank == 0:
-        _show_sample(trained)
+        _show_sample(trained, is_converted)
 
 
-def _show_sample(trained: "Training") -> None:
+def _show_sample(trained: "Training", is_converted: bool) -> None:
     """Print what the model wrote at its best evaluation, and say how to make it write more."""
     from gptmini.console import format_count, quote, say, stream_to_stdout
     from gptmini.runs.log import read_metrics
@@ -98,7 +99,7 @@ def _show_sample(trained: "Training") -> None:
             stream_to_stdout([line["sample"], "\n"])
     say("")
     steps = trained.config.train.steps
-    if steps < FEW_STEPS and trained.config.base.run is None:
+    if steps < FEW_STEPS and trained.config.base.run is None and not is_converted:
         longer = "--minutes" if trained.steps_follow_minutes else "--steps"
         made = format_count(steps, "step")
         say(f"{made}: too few for a model, so this is noise; pass a larger {longer}")
