@@ -76,7 +76,7 @@ def train(
     from gptmini.train import loop
     from gptmini.train.group import join_group
 
-    is_converted = 0 in RunDirectory(out).list_steps()
+    is_converted = 0 in RunDirectory(out).list_steps()  # it has weights that it has not learned
     with join_group() as group:
         plan = group.make_plan(settings, RunDirectory(out), started)
         trained = loop.train(plan, out, group=group)

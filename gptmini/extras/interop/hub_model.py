@@ -55,11 +55,6 @@ class ModelName:
         file = "" if self.file is None else f"/{self.file}"
         return f"{hub.PREFIX}{self.name}{revision}{file}"
 
-    @property
-    def run_name(self) -> str:
-        """How a run of the model is called."""
-        return Path(self.file or self.name).name.removesuffix(".gguf")
-
 
 def parse_model_name(source: str) -> ModelName | None:
     """Parse the name of a model on the Hub; None for a path.

@@ -1,5 +1,6 @@
 """Makes a run of a pretrained model: a folder in Hugging Face's format, a GGUF file, or a name."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,8 @@ def parse_source(source: str | Path) -> ModelName | Path:
 
 def choose_run_name(source: ModelName | Path) -> str:
     """Choose how a run of the model is called."""
-    if isinstance(source, ModelName):
-        return source.run_name
-    return source.resolve().name.removesuffix(".gguf")
+    path = source.resolve() if isinstance(source, Path) else Path(source.file or source.name)
+    return re.sub(r"(?i)\.gguf$", "", path.name)
 
 
 def write_imported_run(

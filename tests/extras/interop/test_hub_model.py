@@ -17,7 +17,7 @@ from gptmini.extras.interop import hub_model
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.hub_model import ModelName, parse_model_name
 from gptmini.extras.interop.huggingface import INDEX_FILE
-from gptmini.extras.interop.import_model import import_model
+from gptmini.extras.interop.import_model import choose_run_name, import_model
 from gptmini.generate.run import load_run
 from gptmini.runs.directory import RunDirectory
 from tests.local_hub import NO_ENDPOINT, LocalHub, set_endpoint
@@ -191,6 +191,7 @@ def test_what_exists_here_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     assert parse_model_name("runs/my-hf") is None
     for name in ("hf:a/b", "hf:a/b@v1", "hf:a/b@v1/c/d.gguf", "hf:a/b/D.GGUF", "hf:gpt2"):
         assert str(parse_model_name(name)) == name
+    assert choose_run_name(parse_model_name("hf:a/b/D.GGUF")) == "D"
     assert parse_model_name("hf:runs/my-hf") == ModelName("runs/my-hf", None, None)
     assert parse_model_name("hf:gpt2@main") == ModelName("gpt2", "main", None)
     assert parse_model_name("a/b@refs/pr/3") == ModelName("a/b", "refs/pr/3", None)
