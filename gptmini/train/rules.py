@@ -1,0 +1,90 @@
+"""Which rules of the built-in stories a model has learnt.
+
+A rule determines words by what stands before them (`data/stories.py`). A place is right if each of
+its tokens is the most likely one to the model, which reads the story up to there.
+
+Letters: B stories at once, T positions, V vocabulary.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from gptmini.data.stories import COUNT, RULES, SEED, Story, iter_stories
+from gptmini.generate.run import Run
+
+N_STORIES = 300
+STORIES_AT_ONCE = 16
+UNSEEN_SEED = SEED + 1
+
+
+@dataclass(frozen=True)
+class LearntRule:
+    """How many places of a rule are right: a share, ± `half_width` (95 %), of `places`.
+
+    `chance` is the share for a guess among the words that could stand there.
+    """
+
+    rule: str
+    right: float
+    half_width: float
+    places: int
+    chance: float
+
+
+@torch.inference_mode()
+def measure_rules(run: Run) -> list[LearntRule]:
+    """Measure the rules that a run has learnt, on stories that stand in no built-in text.
+
+    Places beyond the context are left out.
+    """
+    rights: defaultdict[str, list[bool]] = defaultdict(list)
+    stories = _find_unseen_stories()
+    for first in range(0, len(stories), STORIES_AT_ONCE):
+        batch = stories[first : first + STORIES_AT_ONCE]
+        for rule, is_right in _check_places(run, batch):
+            rights[rule].append(is_right)
+    return [_summarize(rule, rights[rule]) for rule in RULES if rights[rule]]
+
+
+def _find_unseen_stories() -> list[Story]:
+    told = {story.text for story in islice(iter_stories(), COUNT)}
+    unseen = (story for story in iter_stories(UNSEEN_SEED) if story.text not in told)
+    return list(islice(unseen, N_STORIES))
+
+
+def _check_places(run: Run, stories: list[Story]) -> list[tuple[str, bool]]:
+    """Return the rule of each place of some stories, and whether the model is right there."""
+    tokenizer = run.tokenizer
+    context_length = run.config.model.context_length
+    encoded = [tokenizer.encode(story.text)[:context_length] for story in stories]
+    longest = max(map(len, encoded))
+    inputs = np.full((len(stories), longest), tokenizer.eos_token_id)  # (B, T)
+    for row, tokens in zip(inputs, encoded, strict=True):
+        row[1 : len(tokens)] = tokens[:-1]  # after an end-of-text token
+    logits = run.model(torch.from_numpy(inputs).to(run.model.device))  # (B, T, V)
+    likeliest = logits.argmax(-1).cpu().numpy()  # (B, T)
+    byte_lengths = tokenizer.compute_byte_lengths()  # (V,)
+    results = []
+    for story, tokens, guesses in zip(stories, encoded, likeliest, strict=True):
+        ends = byte_lengths[tokens].cumsum()  # of each token in the story, which is ASCII
+        starts = ends - byte_lengths[tokens]
+        is_right = guesses[: len(tokens)] == tokens
+        for place in story.places:
+            if place.end <= ends[-1]:
+                of_place = (starts < place.end) & (ends > place.start)
+                results.append((place.rule, bool(is_right[of_place].all())))
+    return results
+
+
+def _summarize(rule: str, rights: list[bool]) -> LearntRule:
+    """Count what is right, with the interval of Agresti and Coull (1998)."""
+    n = len(rights)
+    right = sum(rights)
+    middle = (right + 2) / (n + 4)
+    half_width = 2 * math.sqrt(middle * (1 - middle) / (n + 4))
+    return LearntRule(rule, right / n, half_width, n, 1 / RULES[rule])
