@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -22,20 +23,15 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__, console
-from gptmini.cli.compare import compare
 from gptmini.cli.convert import convert
 from gptmini.cli.data import data_app
 from gptmini.cli.evaluate import evaluate
-from gptmini.cli.export import export
 from gptmini.cli.generate import generate
-from gptmini.cli.import_model import import_model
 from gptmini.cli.inspect import inspect
 from gptmini.cli.plot import plot
 from gptmini.cli.runs import list_runs
 from gptmini.cli.score import score
-from gptmini.cli.serve import serve
 from gptmini.cli.settings import list_settings
-from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.config.aliases import PRETRAINED_REMEDY
@@ -92,20 +88,20 @@ class _Command(typer.core.TyperCommand):
 
 app.command()(train)
 app.command()(generate)
-app.command()(serve)
 app.command()(score)
 app.command()(evaluate)
 app.command()(inspect)
-app.command()(compare)
-app.command()(size)
 app.command()(convert)
 app.command()(plot)
 app.command("runs")(list_runs)
-app.command()(export)
-app.command("import")(import_model)
 app.command("settings")(list_settings)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+for _file in sorted(Path(__file__).parents[1].glob("extras/*/command.py")):
+    # A command of a part in extras/ is there if the part is.
+    _part = import_module(f"gptmini.extras.{_file.parent.name}.command")
+    for _name, _command in _part.COMMANDS.items():
+        app.command(_name)(_command)
 for _group in (app, data_app, tokenizer_app):
     for _info in _group.registered_commands:
         _info.cls = _Command

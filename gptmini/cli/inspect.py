@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gptmini.cli.options import RunName, option, resolve_run
 from gptmini.console import say, show_elapsed
+from gptmini.doors import load_pages
 from gptmini.errors import ConfigError
 
 
@@ -71,10 +72,9 @@ def _inspect_run(
     say(f"{path}: step {trained.step}")
     is_page = out is not None and out.suffix.lower() == ".html"
     if out is not None and is_page:  # before printing, as `| head` may close stdout
-        from gptmini.extras.page.export import export_page
-
+        pages = load_pages()
         with show_elapsed("writing the page"):
-            export_page(trained, out, prompt=prompt)
+            pages.export_page(trained, out, prompt=prompt)
         say(f"{out}: written; open it in a browser")
     print(view.format_text())
     if out is None:

@@ -35,7 +35,7 @@ ERRORS = [
     (["train", "--init_from=gpt2"], 2, "use --from"),
     (["train", "--max-iters", "9"], 2, "--set train.steps=VALUE"),
     (["score", "gpt2"], 4, "gptmini import openai-community/gpt2"),
-    (["serve", "model.gguf"], 4, "gptmini import model.gguf"),
+    (["evaluate", "model.gguf"], 4, "gptmini import model.gguf"),
     (["train", "--from", "a/b", "--data", "nanogpt.py"], 4, "gptmini import a/b"),
     (["convert-hf"], 2, "gptmini export"),
     (["train", "--data", "nanogpt.py", "--out", "nanogpt.py"], 2, "nanogpt.py: a file, not a dir"),
@@ -134,14 +134,13 @@ def test_a_name_in_a_table_ends_no_line_and_turns_no_text():
     assert table.splitlines()[1:] == ["a\\x1b[2J\\nb\\tc\\u202ed\\u2028     1"]
 
 
-def test_a_command_of_a_deleted_guest_says_so(gptmini, monkeypatch):
+def test_a_page_of_a_deleted_guest_says_so(gptmini, monkeypatch, run: str):
     loaded = [name for name in sys.modules if name.startswith("gptmini.extras.")]
-    for name in ("gptmini.extras", "gptmini.extras.interop", *loaded):
+    for name in ("gptmini.extras", "gptmini.extras.page", *loaded):
         monkeypatch.setitem(sys.modules, name, None)
-    code, _, err = gptmini("import", "somewhere")
+    code, _, err = gptmini("inspect", run, "--prompt", "the", "--out", "a.html")
     assert code == 5
-    assert "gptmini/extras" in err
-    assert err.count("\n") == 1
+    assert err.splitlines()[-1].startswith("gptmini: pages: gptmini/extras")
 
 
 def test_the_version(gptmini):
@@ -153,10 +152,8 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert commands[:2] == ["train", "generate"]
     described = " ".join(gptmini("train", "--help")[1].split())
     assert f"for {Config().train.steps} steps" in described
-    assert sorted(commands[2:11]) == sorted(
-        ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot", "runs"]
-    )
-    assert commands[11:] == ["export", "import", "settings", "data", "tokenizer"]
+    assert commands[2:8] == ["score", "evaluate", "inspect", "convert", "plot", "runs"]
+    assert commands[-2:] == ["data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole(gptmini, monkeypatch):

@@ -103,3 +103,6 @@ def _list_variants(
     if len(configs) != 1:
         return [(None, name) for name in configs]
     return [(kind, configs[0]) for kind in (attention or DEFAULT_ATTENTIONS).split(",")]
+
+
+COMMANDS = {"compare": compare}

@@ -82,3 +82,6 @@ def size(
         facts = for_accelerators.estimate_on_accelerators(settings, hardware, ranks, shard)
         speed = for_accelerators.format_speed(facts["time"])
     print(json.dumps(facts) if as_json else "\n".join(format_report(facts, speed)))
+
+
+COMMANDS = {"size": size}
