@@ -28,7 +28,6 @@ from gptmini.cli.data import data_app
 from gptmini.cli.evaluate import evaluate
 from gptmini.cli.generate import generate
 from gptmini.cli.inspect import inspect
-from gptmini.cli.plot import plot
 from gptmini.cli.runs import list_runs
 from gptmini.cli.score import score
 from gptmini.cli.settings import list_settings
@@ -92,7 +91,6 @@ app.command()(score)
 app.command()(evaluate)
 app.command()(inspect)
 app.command()(convert)
-app.command()(plot)
 app.command("runs")(list_runs)
 app.command("settings")(list_settings)
 app.add_typer(data_app, name="data")

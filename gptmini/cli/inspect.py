@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gptmini.cli.options import RunName, option, resolve_run
 from gptmini.console import say, show_elapsed
-from gptmini.doors import load_pages
+from gptmini.doors import load_pages, load_plots
 from gptmini.errors import ConfigError
 
 
@@ -35,14 +35,12 @@ def inspect(
     if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
 
-    if out is not None:
-        from gptmini.figures import plots
-
-        suffixes: tuple[str, ...] = plots.PICTURE_SUFFIXES
-        if mask is None:
-            suffixes = (*suffixes, ".html")
-        plots.check_suffix(out, suffixes)
-        plots.check_can_draw(out)
+    is_page = out is not None and out.suffix.lower() == ".html" and mask is None
+    if out is not None and not is_page:
+        plots = load_plots()
+        pages = [] if mask else [".html"]
+        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, *pages))
+        plots.check_can_draw()
     if mask is not None:
         from gptmini.cli import attention_maps
 
@@ -80,8 +78,7 @@ def _inspect_run(
     if out is None:
         say("as a page to explore: --out FILE.html")
     elif not is_page:
-        from gptmini.figures import plots
-
+        plots = load_plots()
         weights = view.weights.numpy()  # (L, H, T, T)
         figure = plots.draw_attention(weights, view.labels, view.n_kv_head, view.layers, head)
         plots.save_figure(figure, out)

@@ -30,7 +30,6 @@ ROOMS = [
     "generate",
     "plan",
     "train",
-    "figures",
     "cli",
 ]
 GUESTS = [
@@ -42,11 +41,13 @@ GUESTS = [
     "extras.serve",
     "extras.sources",
     "extras.plans",
+    "extras.plots",
 ]
 # The only functions outside of guests that import a guest: the file of each, its name, the guest.
 # Where the guest is deleted, each says in a line what is missing, or does without.
 GUEST_DOORS = {
     ("doors", "load_pages", "extras.page"),
+    ("doors", "load_plots", "extras.plots"),
     ("generate.engine", "open_engine", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
     ("train.group", "join_group", "extras.parallel"),
@@ -63,14 +64,14 @@ DOORS = {  # the only modules that import a library
     "urllib": {"data.fetch"},
     "huggingface_hub": {"data.hub"},
     "tqdm": {"console", "train.progress_bar"},
-    "rich": {"console", "figures.plots", "extras.compare.plots"},
+    "rich": {"console", "extras.plots.plots", "extras.compare.plots"},
     "safetensors": {"runs.tensors", "extras.interop.huggingface"},
     "gguf": {"extras.interop.gguf"},
     "transformers": {"extras.interop.export"},
     "xllamacpp": {"extras.interop.export"},
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
-    "matplotlib": {"figures.plots"},
+    "matplotlib": {"extras.plots.plots"},
     "scipy": {"extras.compare.statistics"},
     "subprocess": {"machine", "extras.engine.build"},
     "jinja2": {"tokenizer.chat_template"},
@@ -83,7 +84,6 @@ NEVER_LOADS = {  # importing the module on the left loads none of those on the r
     "gptmini.train.loop": [
         "gptmini.generate.speculative",
         "gptmini.data.formats",
-        "gptmini.figures",
         "gptmini.extras",
     ],
     "gptmini.train.step": [
@@ -92,8 +92,7 @@ NEVER_LOADS = {  # importing the module on the left loads none of those on the r
         "gptmini.train.group",
         "gptmini.machine",
     ],
-    "gptmini.figures.plots": ["gptmini.train", "torch"],
-    "gptmini.figures.page": ["gptmini.train", "torch"],
+    "gptmini.extras.plots.plots": ["gptmini.train", "torch"],
     "gptmini.extras.compare.variants": ["gptmini.train", "torch"],
     "gptmini": ["torch"],
     "gptmini.cli.app": ["torch"],
@@ -276,6 +275,7 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
         "train.group": {"os.environ"},  # torchrun's variables
         "extras.parallel.ranks": {"os.environ"},
         "extras.parallel.group": {"os.environ"},
+        "extras.plots.plots": {"os.environ"},  # the one that matplotlib reads
         "machine": {"os.environ"},  # the one that cuBLAS reads
         "files": {"os.environ"},  # where the desktop keeps caches
     }

@@ -16,7 +16,7 @@ from gptmini.errors import ConfigError, DataError
 from gptmini.extras.compare import compare
 from gptmini.extras.compare.plots import draw_comparison
 from gptmini.extras.compare.variants import compare_with_first
-from gptmini.figures.plots import save_figure
+from gptmini.extras.plots import plots
 from gptmini.runs.directory import RunDirectory
 from tests.extras.compare.samples import variant
 from tests.support import SMALL, tiny
@@ -45,7 +45,7 @@ WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4",
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison takes no time for its picture."""
-    monkeypatch.setattr(compare, "save_figure", lambda *_: None)
+    monkeypatch.setattr(plots, "save_figure", lambda *_: None)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -65,7 +65,7 @@ def test_comparing_twice_resumes_rather_than_retrains(gptmini, text_file, tmp_pa
     before, made = weights(folder), [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
     first = json.loads((folder / "compare.json").read_text())
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(compare, "save_figure", lambda *_: None)
+    monkeypatch.setattr(plots, "save_figure", lambda *_: None)
     code, again, err = gptmini(*WORDS, "--json")
     assert code == 0
     assert err.count("already finished") == 4
@@ -178,7 +178,7 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
     pytest.importorskip("matplotlib")
     one, two = variant("a", 2.0, 2.1), variant("b", 2.5)
     two.runs[0].history.clear()  # converted, and not trained since
-    save_figure(draw_comparison([one, two]), tmp_path / "a.svg")
+    plots.save_figure(draw_comparison([one, two]), tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
@@ -207,6 +207,13 @@ def test_the_picture_shows_the_figures_of_the_table():
     low, high = found.difference - found.half_width, found.difference + found.half_width
     assert interval[:, 0].tolist() == pytest.approx([low, high])
     assert [text.get_text() for text in below.get_yticklabels()] == ["b"]
+
+
+def test_a_picture_that_fails_costs_no_table(gptmini, run, monkeypatch):
+    monkeypatch.setattr(plots, "save_figure", lambda *_: 1 / 0)
+    code, out, _ = gptmini("compare", run)
+    assert code == 1
+    assert "bits/byte" in out
 
 
 def test_without_matplotlib_a_comparison_keeps_its_tables(tmp_path, monkeypatch, capsys):
