@@ -25,11 +25,11 @@ from gptmini.doors import load_plots
 from gptmini.errors import ConfigError, MachineError
 from gptmini.extras.compare.measure import find_losses, measure_variants, read_comparable_losses
 from gptmini.extras.compare.plots import draw_comparison
+from gptmini.extras.compare.share import share_choices
 from gptmini.extras.compare.statistics import Difference, import_scipy
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
-from gptmini.plan.reconcile import share_choices
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.api import fit
 from gptmini.train.evaluate_run import evaluate_text
