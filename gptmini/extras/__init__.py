@@ -2,6 +2,6 @@
 
 The core meets them at doors alone, and no guest imports another; each brings its own command.
 Without this folder everything else still works, and .ci/run tests that. What is lost: the commands
-`serve`, `compare`, `size`, `plot`, `export` and `import`, pages and pictures of `inspect`, and from
-Python `gptmini.export_run`, `gptmini.import_model` and `gptmini.compare`.
+`serve`, `compare`, `size`, `plot`, `copies`, `export` and `import`, what `inspect --out` writes,
+and from Python `gptmini.export_run`, `gptmini.import_model` and `gptmini.compare`.
 """

@@ -173,8 +173,6 @@ def test_a_room_imports_only_rooms_before_it_and_only_doors_load_guests(name):
         allowed = [*(ROOMS if is_command(name) else ROOMS[:-1]), room]
     else:
         allowed = ROOMS[: ROOMS.index(room) + 1]
-    if name == "cli.generate":  # annotations
-        allowed += ["extras.sources"]
     allowed += [guest for file, _, guest in GUEST_DOORS if file == name]
     assert {file for file in imported_files(name) if room_of(file) not in allowed} == set()
 
