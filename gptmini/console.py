@@ -167,13 +167,6 @@ class HiddenBar(tqdm):  # type: ignore[type-arg]
 
 
 @contextmanager
-def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar over `total` items, `done` of them already; yields a function to count more."""
-    with tqdm(total=total, initial=done, unit=unit, disable=not is_interactive()) as bar:
-        yield bar.update
-
-
-@contextmanager
 def show_elapsed(description: str) -> Iterator[None]:
     """Show on a terminal how long work has taken, after a second, where no bar can show how far.
 

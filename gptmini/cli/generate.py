@@ -40,15 +40,6 @@ def generate(
         "FILE",
         "Read the prompt from a file, without its last line break; - is standard input.",
     ),
-    prompts: Path | None = option(
-        None,
-        "FILE",
-        'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; - is standard input. '
-        "Needs --out.",
-    ),
-    out: Path | None = option(
-        None, "FILE", "Where --prompts writes JSON lines; resumes if interrupted."
-    ),
     interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
     samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
     max_new_tokens: int | None = option(None, "N", "Tokens at most; raise it if texts break off."),
@@ -115,22 +106,12 @@ def generate(
         "seed": seed,
     }
     settings = _parse_sampling(sampling, assignments)
-    given = {
-        "--prompt": prompt,
-        "--prompt-file": prompt_file,
-        "--prompts": prompts,
-        "--interactive": interactive or None,
-    }
+    given = {"--prompt": prompt, "--prompt-file": prompt_file, "--interactive": interactive or None}
     named = [name for name, value in given.items() if value is not None]
     _check_prompts(named, chat, as_json, samples)
-    if (prompts is None) != (out is None):
-        raise ConfigError("--prompts, --out: one needs the other; give both")
-    if str(out) == "-":
-        raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
     path = resolve_run(run)
     draft_path = None if draft is None else resolve_run(draft)
     load_torch()
-    from gptmini.cli import prompts_file
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights)
@@ -143,11 +124,8 @@ def generate(
         "use_cache": not no_cache,
         "special": special or chat,
         "draft": drafter,
-        "logprobs": as_json or prompts is not None,
+        "logprobs": as_json,
     }
-    if prompts is not None and out is not None:
-        prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
-        return
     writer = _Writer(trained, settings | how)
     if interactive:
         (writer.chat if chat else writer.continue_lines)()
@@ -167,10 +145,10 @@ def _check_prompts(named: list[str], chat: bool, as_json: bool, samples: int) ->
     """Check that the options that give prompts, those `named`, go together with the others."""
     if len(named) > 1:
         raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
-    if chat and named in ([], ["--prompts"]):
+    if chat and not named:
         raise ConfigError("--chat: needs --prompt, --prompt-file or --interactive; give one")
-    if as_json and named and named[0] in ("--interactive", "--prompts"):
-        raise ConfigError(f"--json: cannot be combined with {named[0]}; leave one out")
+    if as_json and "--interactive" in named:
+        raise ConfigError("--json: cannot be combined with --interactive; leave one out")
     if samples > 1 and "--interactive" in named:
         raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
 
