@@ -486,10 +486,10 @@ def _is_same_origin(headers: Headers) -> bool:
     return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
-def _build_error(status: int, message: str, param: str | None) -> dict[str, Any]:
+def _build_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     """Build the JSON of a failure in OpenAI's shape."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
@@ -504,7 +504,7 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
         elif status == 405:
             message = f"method: not for this address; use {(headers or {}).get('Allow')}"
     elif isinstance(error, ConfigError | DataError):
-        status = 413 if isinstance(error, TooLongError) else 400
+        status = 400
         # Clients know the settings by the names of OpenAI's fields.
         message = "; ".join(error.lines)
         message = message.replace("sample.", "").replace("max_new_tokens", "max_tokens")
@@ -523,7 +523,9 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     # Our messages begin with the field at fault and a colon, where there is one.
     name, colon, _ = message.partition(":")
     param = name if colon and " " not in name else None
-    return status, _build_error(status, message, param), headers
+    # By this code, clients that cut or summarize long prompts know when to.
+    code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+    return status, _build_error(status, message, param, code), headers
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -276,7 +276,7 @@ def test_a_long_prompt_yields_to_running_texts():
     [
         ({"temperature": -1}, 400, "temperature: must be greater than or equal to 0, not -1"),
         ({"best_of": 1, "suffix": None}, 400, "best_of: no such field"),
-        ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
+        ({"prompt": "x" * (CONTEXT + 1)}, 400, "prompt: 401 tokens"),
         ({"user": "\ud800"}, 400, "body: not valid JSON ('utf-8' codec can't encode character"),
         ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
     ],
@@ -290,6 +290,8 @@ def test_wrong_requests_are_refused_in_openai_s_shape(url: str, wrong, status, m
     assert error["message"].startswith(message)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == message.partition(":")[0]
+    too_long = message == "prompt: 401 tokens"
+    assert error["code"] == ("context_length_exceeded" if too_long else None)
 
 
 HUGE = "x" * 900_000
