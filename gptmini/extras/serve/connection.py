@@ -17,15 +17,23 @@ from gptmini.extras.serve.limits import Limits
 
 READ_BYTES = 4096  # parsed at a time; then other connections have their turn
 SPARE_SECONDS = 5  # for the answer to a request whose time is over
-HEAD_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: text/plain\r\n"
-    b"Connection: close\r\n\r\nThe target and headers of the request are too long; shorten them.\n"
+
+
+def _build_refusal(status: str, message: str) -> bytes:
+    """Build an answer in plain text, with its length, so that clients do not wait for the end.
+
+    The end is an error to them if they sent what the server did not read.
+    """
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(message)}\r\n\r\n{message}".encode()
+
+
+HEAD_TOO_LONG = _build_refusal(
+    "431 Request Header Fields Too Large",
+    "The target and headers of the request are too long; shorten them.\n",
 )
-
-
-TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\n"
-    b"Connection: close\r\n\r\nThe server has too many connections; try again later.\n"
+TOO_MANY = _build_refusal(
+    "503 Service Unavailable", "The server has too many connections; try again later.\n"
 )
 
 

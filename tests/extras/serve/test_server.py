@@ -509,6 +509,7 @@ def test_too_many_connections_are_refused_until_some_end(run: Run, monkeypatch):
             assert read_head(second).startswith("HTTP/1.1 200 ")
             with connection(url, b"") as third:  # refused before it sends anything
                 assert b"HTTP/1.1 503 " in read_all(third)
+            assert HTTP.get(f"{url}/health").status_code == 503  # one that sends is told so, too
         for _ in range(600):  # until the server has seen them end
             with connection(url, GET + b"\r\n") as fourth:
                 if read_head(fourth).startswith("HTTP/1.1 200 "):
