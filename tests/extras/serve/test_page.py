@@ -364,4 +364,4 @@ def test_it_fits_a_phone_and_speaks_chinese(talking: Run, visit, monkeypatch, is
         tab.evaluate("startChat()")
         words = re.findall(r"[A-Za-z]{4,}", tab.locator("#chat").inner_text())
         assert set(words) <= {"Enter", "Shift"}
-    visit.wrong.clear()  # what the browser says of status 413
+    visit.wrong.clear()  # what the browser says of status 400
