@@ -349,10 +349,6 @@ class RunDirectory:
         folder = self._get_folder(step)
         state, manifest = self._read_state(step)
         model = tensors.read_tensors(folder, list_model_files(folder, manifest), manifest)
-        if spoiled := tensors.find_infinite(model):
-            raise CheckpointError(
-                f"{folder}: {spoiled} has numbers that are not finite; train the run again"
-            )
         optimizer: Tensors = {}
         if with_optimizer:
             optimizer = tensors.read_tensors(folder, ["optimizer.safetensors"], manifest)

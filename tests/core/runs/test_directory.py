@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 from gptmini import files
@@ -180,15 +179,12 @@ def test_files_by_others_with_matching_hashes_are_refused_as_damaged(run: RunDir
         run.load_newest()
 
 
-@pytest.mark.parametrize("rewritten", [b"", b"\xff" * 8 + b"{}", b"F8"])
+@pytest.mark.parametrize("rewritten", [b"", b"\xff" * 8 + b"{}"])
 def test_tensors_by_others_with_matching_hashes_are_refused_as_damaged(
     run: RunDirectory, rewritten: bytes
 ):
     run.save(checkpoint(7))
     file = run.checkpoints / "step-00000007" / "model.safetensors"
-    if rewritten.startswith(b"F8"):  # numbers that torch can hardly compute with
-        small = {"a": torch.zeros(5, dtype=torch.float8_e4m3fn)}
-        rewritten = safetensors.torch.save(small)
     file.write_bytes(rewritten)
     manifest = json.loads((file.parent / "manifest.json").read_bytes())
     digest = hashlib.sha256(rewritten).hexdigest()
