@@ -156,6 +156,12 @@ def test_other_names_are_not_checkpoints(run: RunDirectory):
     for name in ("step-1", "step-00000009.bak", ".tmp", "step-0000000x"):
         shutil.copytree(run.checkpoints / "step-00000007", run.checkpoints / name)
     assert run.list_steps() == [7]
+    late = checkpoint(10**8)
+    run.save(late, keep=9)
+    assert run.list_steps() == [10**8, 7]
+    assert newest_step(run) == 10**8
+    shutil.copytree(run.checkpoints / "step-00000007", run.checkpoints / "step-000000007")
+    shutil.rmtree(run.checkpoints / "step-100000000")
     (run.checkpoints / "step-00000007").rename(run.checkpoints / "step-00000008")
     with pytest.raises(CheckpointError, match="step 7"):
         run.load_newest()
@@ -260,6 +266,22 @@ def test_a_run_may_name_settings_that_no_longer_exist(run: RunDirectory):
     with run.config_file.open("a") as file:
         file.write("teacher: {run: null, sha256: null}\n")
     assert run.load_config() == settings
+
+
+def test_a_configuration_is_written_only_if_it_can_be_read_back(run: RunDirectory):
+    before = run.load_config()
+    many = tiny(data={"path": [f"texts/{number:060d}.txt" for number in range(12_000)]})
+    run.write_config(many, many)
+    assert run.load_config() == many
+    assert run.load_request() == many
+    run.write_config(before, before)
+    too_many = tiny(data={"path": [f"{number:0200d}" for number in range(30_000)]})
+    broken = before.with_train(steps=3, warmup_steps=4)
+    for wrong, problem in ((too_many, "name the folder"), (broken, "warmup_steps: 4 is more than")):
+        for configs in ((wrong, None), (wrong, before), (before, wrong)):
+            with pytest.raises(ConfigError, match=problem):
+                run.write_config(*configs)
+            assert run.load_config() == run.load_request() == before
 
 
 def test_one_writer_at_a_time(run: RunDirectory):
