@@ -123,6 +123,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose has the same shape
             for matrix in group["params"]:
+                if matrix.grad is None:  # not used, in a model of one's own
+                    continue
                 shape = (min(matrix.shape), max(matrix.shape))  # (R, C)
                 by_shape.setdefault(shape, []).append(matrix)
             for matrices in by_shape.values():

@@ -298,6 +298,30 @@ def test_a_run_is_resumed_with_the_optimizer_that_it_was_trained_with(text_file,
     assert gptmini.fit(longer, tmp_path / "momentum", optimizer=momentum).state["step"] == 9
 
 
+class Partial(GPT):
+    """A model with a part that is frozen, and one that is not used."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.blocks[0].mlp.requires_grad_(False)
+        self.blocks[0].unused = torch.nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("reduce", ["exact", "fast"])
+def test_what_gets_no_gradients_is_left_as_it_is(text_file, tmp_path, reduce):
+    run = gptmini.fit(
+        asked(text_file) | {"train": {**TINY["train"], "steps": 2, "reduce": reduce}},
+        tmp_path / "run",
+        model=Partial,
+    )
+    torch.manual_seed(seed_from(run.config.train.seed))
+    first = Partial(run.config.model).state_dict()
+    last = run.model.state_dict()
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert {name for name in first if "blocks.0.mlp." in name} < same
+    assert "blocks.1.mlp.down_proj.weight" not in same
+
+
 def test_targets_below_0_do_not_count_in_batches_of_ones_own(text_file, tmp_path):
     losses = {}
     tokens = torch.arange(64).view(4, 16)
