@@ -33,6 +33,8 @@ def write_tensors(
     path: Path, tensors: Tensors, metadata: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Write and sync a safetensors file, and return its entry in the manifest."""
+    path.touch()
+    rights = path.stat().st_mode  # those of the umask; the library's temporary file has 0600
     try:
         safetensors.torch.save_file(_prepare_to_save(tensors), path, metadata)
     except SafetensorError as error:
@@ -41,6 +43,8 @@ def write_tensors(
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    if path.stat().st_mode != rights:
+        path.chmod(rights)
     digest = files.sync_and_hash(path)
     return {"bytes": path.stat().st_size, "sha256": digest}
 

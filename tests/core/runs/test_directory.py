@@ -12,7 +12,7 @@ from gptmini.errors import CheckpointError, ConfigError, MachineError
 from gptmini.runs.directory import Checkpoint, RunDirectory, find_newest_run
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.support import tiny
+from tests.support import needs_posix, tiny
 
 
 @pytest.fixture
@@ -52,6 +52,22 @@ def test_the_newest_two_and_the_best_are_kept(run: RunDirectory):
     assert run.load_best().step == 2
     assert json.loads((run.path / "best.json").read_bytes())["step"] == 2
     assert not list(run.checkpoints.glob(".*"))
+
+
+@needs_posix
+@pytest.mark.parametrize(("umask", "rights"), [(0o022, 0o644), (0o027, 0o640)])
+def test_all_files_have_the_rights_that_the_umask_gives(tmp_path: Path, umask: int, rights: int):
+    before = os.umask(umask)
+    try:
+        run = RunDirectory(tmp_path / "shared")
+        run.create(tiny(), ByteTokenizer(), tiny())
+        with run.lock():
+            run.save(checkpoint(1, best=1))
+    finally:
+        os.umask(before)
+    made = [path for path in run.path.rglob("*") if path.is_file()]
+    assert "optimizer.safetensors" in {file.name for file in made}
+    assert {file.stat().st_mode & 0o777 for file in made} == {rights}
 
 
 def save_in_parts(run: RunDirectory, whole: Checkpoint) -> None:
