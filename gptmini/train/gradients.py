@@ -54,8 +54,8 @@ class ExactGradients(Gradients):
         tree = []
         for parameter in self.parameters:
             # A model of one's own may leave one unused.
-            unused = parameter.grad is None
-            tree.append(torch.zeros_like(parameter) if unused else parameter.grad)
+            gradient = parameter.grad
+            tree.append(torch.zeros_like(parameter) if gradient is None else gradient)
             parameter.grad = None
         # As in binary counting: each carry joins two subtrees of one size.
         while groups % 2 == 0:
