@@ -6,6 +6,7 @@ nothing is prepared twice.
 
 import glob
 import hashlib
+import json
 import os
 import tempfile
 import time
@@ -35,7 +36,7 @@ from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
-from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
+from gptmini.tokenizer.load import create_tokenizer, from_dict
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
@@ -305,14 +306,15 @@ def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind, chat=chat)
     digest = _join_digests([part.digest for part in training])[:20]
-    name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
+    name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.tokenizer"
     path = files.get_cache_folder() / name
-    try:
-        return load_tokenizer(path)
-    except DataError:  # not there yet, or damaged
-        pass
+    with suppress(OSError):  # not there yet
+        checksum, _, saved = files.read_regular(path).partition(b"\n")
+        if checksum == hashlib.sha256(saved).hexdigest().encode():
+            return from_dict(json.loads(saved))
     tokenizer = learn_tokenizer(kind, vocab_size, training, chat)
-    files.atomic_write_bytes(path, tokenizer.to_json().encode())
+    saved = tokenizer.to_json().encode()
+    files.atomic_write_bytes(path, hashlib.sha256(saved).hexdigest().encode() + b"\n" + saved)
     return tokenizer
 
 

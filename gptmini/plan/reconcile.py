@@ -35,6 +35,7 @@ CHANGEABLE_SETTINGS = {
     "train.micro_batch_size",
     "train.gradient_checkpointing",
     "train.shard",
+    "train.reduce",
 }
 
 # The full rates do harm to text that the base knows already (scripts/LOG.md: Which rates for

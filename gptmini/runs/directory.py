@@ -37,7 +37,7 @@ from gptmini import files
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, DataError, MachineError, describe_os_error
+from gptmini.errors import CheckpointError, ConfigError, DataError, MachineError, describe_os_error
 from gptmini.runs import tensors
 from gptmini.runs.tensors import (
     Manifest,
@@ -50,7 +50,7 @@ from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
-CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass
@@ -101,11 +101,22 @@ class RunDirectory:
         self.write_config(config, request)
 
     def write_config(self, config: Config, request: Config | None = None) -> None:
-        """Write the configuration, and what was requested of it if that is given."""
-        if request is not None:
-            stated = request.model_dump(exclude_unset=True)
-            files.atomic_write_bytes(self.request_file, yamlfile.dump(stated).encode())
-        files.atomic_write_bytes(self.config_file, yamlfile.dump(config.model_dump()).encode())
+        """Write the configuration, and what was requested of it if that is given.
+
+        ConfigError if it could not be read back; then nothing is written.
+        """
+        texts = {}
+        if request is not None:  # first, as a run exists once it has a configuration
+            texts[self.request_file] = yamlfile.dump(request.model_dump(exclude_unset=True))
+        texts[self.config_file] = yamlfile.dump(config.model_dump())
+        for path, text in texts.items():
+            if len(text.encode()) > yamlfile.MAX_BYTES:
+                raise ConfigError(
+                    f"{path}: would be larger than 4 MiB; name the folder of the files in data.path"
+                )
+            load.validate(yamlfile.parse(text, str(path)), {})
+        for path, text in texts.items():
+            files.atomic_write_bytes(path, text.encode())
 
     def load_config(self) -> Config:
         """Load the run's configuration; CheckpointError if there is no run."""
@@ -349,10 +360,6 @@ class RunDirectory:
         folder = self._get_folder(step)
         state, manifest = self._read_state(step)
         model = tensors.read_tensors(folder, list_model_files(folder, manifest), manifest)
-        if spoiled := tensors.find_infinite(model):
-            raise CheckpointError(
-                f"{folder}: {spoiled} has numbers that are not finite; train the run again"
-            )
         optimizer: Tensors = {}
         if with_optimizer:
             optimizer = tensors.read_tensors(folder, ["optimizer.safetensors"], manifest)

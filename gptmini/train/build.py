@@ -78,6 +78,8 @@ def build_training(
         optimizer = Optimizer(model, train, compute.dtype, orthogonalize)
     progress = _start_progress(plan)
     progress.own_model = own.model is not None
+    if own.optimizer is not None:
+        progress.own_optimizer = type(optimizer.optimizers[0]).__name__
     build_token_bias(corpus.tokenizer, config.sample)  # refuses now what a sample would
     return Training(
         plan=plan,

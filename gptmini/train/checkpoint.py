@@ -15,7 +15,7 @@ from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
-from gptmini.runs.tensors import check_shapes, find_infinite
+from gptmini.runs.tensors import check_weights, find_infinite
 from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
@@ -90,8 +90,7 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
 def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> None:
     """Load weights that rank 0 has read; CheckpointError for those of another model."""
     group = training.group
-    expected = training.model.state_dict()
-    group.on_rank_zero(lambda: check_shapes(checkpoint.model, expected, where))
+    group.on_rank_zero(lambda: check_weights(checkpoint.model, training.model, where))
     training.model.load_state_dict(group.scatter(checkpoint.model))
 
 
@@ -105,7 +104,7 @@ def save_checkpoint(training: Training) -> None:
     group = training.group
     weights = group.gather(training.model.state_dict())
     optimizer = group.gather(training.optimizer.state_dict())
-    if group.on_rank_zero(lambda: find_infinite(weights)):
+    if group.on_rank_zero(lambda: find_infinite(weights, training.model)):
         raise DivergedError(describe_divergence(training, "weights that are not finite"))
     training.progress.elapsed = training.elapsed
     checkpoint = Checkpoint(asdict(training.progress), weights, optimizer)
@@ -140,8 +139,9 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
+    state = {"own_optimizer": None, **checkpoint.state}
     try:
-        saved = Progress(**{entry.name: checkpoint.state[entry.name] for entry in fields(Progress)})
+        saved = Progress(**{entry.name: state[entry.name] for entry in fields(Progress)})
     except KeyError as missing:
         raise CheckpointError(
             f"{run.checkpoints}: step {checkpoint.step} lacks {missing.args[0]}, perhaps begun by "
@@ -153,6 +153,13 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
         raise ConfigError(describe_own_model(run.path, remedy))
     if training.own.model is not None and not saved.own_model:
         raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
+    own_optimizer = training.progress.own_optimizer
+    if saved.step > 0 and saved.own_optimizer not in (None, own_optimizer):
+        raise ConfigError(
+            f"{run.path}: was trained with {saved.own_optimizer or 'the optimizer of gptmini'}; "
+            f"pass the same one to gptmini.fit, or choose another out"
+        )
+    saved.own_optimizer = own_optimizer
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config.data.path, run.path))
     return saved

@@ -18,7 +18,7 @@ import torch
 
 from gptmini import files
 from gptmini.config import yamlfile
-from gptmini.config.load import override, read_config
+from gptmini.config.load import SET_BY_MINUTES, override, read_config
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, say, warn
 from gptmini.doors import load_plots
@@ -237,9 +237,10 @@ def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
         run = RunDirectory(path)
         config = run.load_config()
         state = run.find_best().state
-        # With `train.minutes` the number of steps is an outcome, not a setting.
-        steps = config.train.steps if config.train.minutes is None else 1
-        comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto", steps=steps)
+        comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto")
+        if config.train.minutes is not None:  # these are outcomes then, not settings
+            same = Config().train.model_dump(include=SET_BY_MINUTES)
+            comparable = comparable.with_train(**same)
         own_folder = _get_variant_folder(path) if state.get("own_model") else None
         key: tuple[Any, ...] = (_dump_settings(comparable), state["step"] == 0, own_folder)
         if (key, config.train.seed) in seen:  # the same seed twice: something else must differ

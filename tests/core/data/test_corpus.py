@@ -253,7 +253,8 @@ def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind)
     assert prepared(text_file, kind).training[0].path == path
     assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
     for file, (whole, _) in made.items():
-        for damaged in (whole[: len(whole) // 2], b"x" * 200):
+        flips = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (9, 99, -9)]
+        for damaged in (whole[: len(whole) // 2], b"x" * 200, *flips):
             file.write_bytes(damaged)
             prepared(text_file, kind)
             assert file.read_bytes() == whole

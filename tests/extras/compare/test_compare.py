@@ -146,7 +146,15 @@ def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp
     assert len(shapes) == 1
     assert configs[0].tokenizer == configs[1].tokenizer
     assert configs[1].model.n_kv_head == 2
-    assert list(compare.group_runs([folder / "mha" / "seed-1337"])) == ["mha"]
+    first = folder / "mha" / "seed-1337"
+    assert list(compare.group_runs([first])) == ["mha"]
+    # What another seed's minutes came to is no difference.
+    second = folder / "mha" / "seed-1338"
+    shutil.copytree(first, second)
+    intervals = {"eval_every": 7, "save_every": 7, "log_every": 7}
+    changed = configs[0].with_train(seed=1338, steps=77, warmup_steps=7, **intervals)
+    RunDirectory(second).write_config(changed)
+    assert compare.group_runs([first, second]) == {"mha": [first, second]}
 
 
 def test_a_failed_training_ends_the_comparison_with_its_message_and_exit_code(gptmini, text_file):
