@@ -138,7 +138,7 @@ def main() -> None:
         if not console.is_closed_pipe(end.__context__):  # typer turns one into a SystemExit
             raise
         _end_after_closed_pipe()
-    except Exception as error:
+    except (Exception, Stopped) as error:
         if console.is_closed_pipe(error):
             _end_after_closed_pipe()
         if "--debug" in sys.argv:
@@ -185,17 +185,17 @@ def _catch_stop_signals() -> None:
             signal.signal(number, _stop)
 
 
-def _stop(number: int, _: object) -> NoReturn:
+def _stop(number: int, _: object) -> None:
     """Raise Stopped; the training loop has a handler of its own, which saves first."""
-    # A closed terminal may send both signals; the second must not interrupt the cleaning up.
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise Stopped(number, f"stopped by {signal.Signals(number).name}")
+    # A closed terminal may send both signals; the second must not interrupt the cleaning up. After
+    # a library that swallowed the first, it does end the work.
+    if not isinstance(sys.exception(), Stopped):
+        raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
 
-def _explain(error: Exception) -> tuple[Sequence[str], int]:
+def _explain(error: Exception | Stopped) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure."""
-    if isinstance(error, GptminiError):
+    if isinstance(error, GptminiError | Stopped):
         return error.lines, error.exit_code
     if isinstance(error, typer.exceptions.TyperException):
         return [_explain_usage(error)], 2
