@@ -52,7 +52,7 @@ class RankError(GptminiError):
     exit_code = 7
 
 
-class Stopped(BaseException):  # noqa: N818 - not an error
+class Stopped(BaseException):
     """A signal ended the work, and everything was saved; the exit code is 128 + signal.
 
     Not an Exception, so that no library takes it for a failure of its own and goes on.

@@ -42,6 +42,45 @@ def get_cache_folder() -> Path:
     return Path(caches, "gptmini")
 
 
+# -- what is there ---------------------------------------------------------------------------------
+
+
+def is_run(folder: str | Path) -> bool:
+    """Return whether a folder is a run: it has a configuration and what training made of it."""
+    path = Path(folder)
+    made = os.path.exists(path / "request.yaml") or os.path.exists(path / "checkpoints")
+    return made and os.path.exists(path / "config.yaml")
+
+
+def is_configuration_alone(folder: str | Path) -> bool:
+    """Return whether a folder has a config.yaml and nothing else."""
+    return os.path.isdir(folder) and os.listdir(folder) == ["config.yaml"]
+
+
+def check_run_folder(out: Path) -> None:
+    """Raise ConfigError if a run cannot be in `out` as something else is there.
+
+    Nothing may be there, an empty folder, a run, or what a run that was hardly begun has left.
+    """
+    if not out.exists() or is_run(out):
+        return
+    if not out.is_dir():
+        raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    names = {name for name in os.listdir(out) if not name.startswith(".tmp-")}
+    is_begun = "lock" in names and names <= {"lock", "checkpoints", "tokenizer.json"}
+    if names and not is_begun:
+        kind = "not empty, and no run"
+        if is_configuration_alone(out):
+            kind = "a config.yaml is there, which the run would replace"
+        raise ConfigError(f"--out {out}: {kind}; choose another --out")
+
+
+def check_replaceable(out: Path, mark: bytes) -> None:
+    """Raise ConfigError if a file is there without `mark`, which all have that we write."""
+    if out.exists() and mark not in read_regular(out):
+        raise ConfigError(f"--out {out}: a file that gptmini did not write; choose another name")
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Return whether a run is here: its configuration is the last file that `create` writes."""
-        return self.config_file.exists()
+        return files.is_run(self.path)
 
     def create(
         self, config: Config, text_tokenizer: Tokenizer, request: Config | None = None
@@ -392,7 +392,7 @@ def find_newest_run(runs: Path) -> Path | None:
 
     Runs that were only begun or converted come last.
     """
-    candidates = [file.parent for file in runs.glob("*/config.yaml")]
+    candidates = [folder for folder in runs.glob("*") if files.is_run(folder)]
     return max(candidates, key=_get_training_time, default=None)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptmini.config.load import read_config
 from gptmini.config.settings import Config, ModelConfig
+from gptmini.files import check_run_folder
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -57,6 +58,7 @@ def fit(
     """
     started = time.perf_counter()
     requested = read_config(config)
+    check_run_folder(Path(out))
     directory = RunDirectory(Path(out))
     own = CustomParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:
