@@ -76,8 +76,8 @@ def check_run_folder(out: Path) -> None:
 
 
 def check_replaceable(out: Path, mark: bytes) -> None:
-    """Raise ConfigError if a file is there without `mark`, which all have that we write."""
-    if out.exists() and mark not in read_regular(out):
+    """Raise ConfigError for a link, and for a file without `mark`, which all have that we write."""
+    if out.is_symlink() or (out.exists() and mark not in read_regular(out)):
         raise ConfigError(f"--out {out}: a file that gptmini did not write; choose another name")
 
 
@@ -129,7 +129,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file that appears as `path` when the block ends, or not at all if the block raises."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # or a link there would be followed
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             sync(file.fileno())

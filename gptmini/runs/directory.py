@@ -135,8 +135,14 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, or raise MachineError; a killed process locks nobody out."""
+        """Be the only writer, or raise MachineError; a killed process locks nobody out.
+
+        Nothing in the run may be a link, through which a stranger's run would write elsewhere.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        for entry in sorted(self.path.iterdir()):
+            if entry.is_symlink():
+                raise MachineError(f"{entry}: a link, which training could follow; delete it")
         path = self.path / "lock"
         if path.exists() and not path.is_file():
             raise MachineError(f"{path}: not a regular file; delete it")
