@@ -38,7 +38,6 @@ from gptmini.cli.settings import list_settings
 from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
-from gptmini.config.aliases import PRETRAINED_REMEDY
 from gptmini.errors import (
     ConfigError,
     GptminiError,
@@ -228,9 +227,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     problem = error.format_message().rstrip(".")
     remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
-        remedy = _find_remedy(getattr(error, "option_name", ""), command, known)
-    elif (name := re.match("No such command '([a-z-]+)", problem)) and name[1] in _OTHER_COMMANDS:
-        problem, remedy = problem.partition(".")[0], f"use gptmini {_OTHER_COMMANDS[name[1]]}"
+        remedy = _name_setting(getattr(error, "option_name", ""), command, known)
     elif problem.startswith("Got unexpected") and "--prompt" in known:
         remedy = "put the text after --prompt, in quotes"
     elif problem.startswith("Got unexpected") and "--data" in known and "--data" in sys.argv:
@@ -239,48 +236,15 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     return line.replace("?;", "?")
 
 
-def _find_remedy(option: str, command: str, known: list[str]) -> str:
-    """Find what to write for an option of another program, or a setting; "" if unclear."""
-    if difflib.get_close_matches(option, known, 1, 0.75):  # typer names those
+def _name_setting(option: str, command: str, known: list[str]) -> str:
+    """Say how to set what an unknown option names; "" if it is no setting, or near an option."""
+    if "--set" not in known or difflib.get_close_matches(option, known, 1, 0.75):
         return ""
-    beside, remedy = _OTHER_OPTIONS.get(option.replace("_", "-"), ("", ""))
-    if beside in known:
-        return remedy
-    if "--set" in known:
-        from gptmini.config.load import find_full_key, find_remedy
+    from gptmini.config.load import find_full_key
 
-        section = "sample." if command.endswith(" generate") else ""
-        name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
-        key = find_full_key(name, section)
-        if key:
-            return f"use --set {key}=VALUE"
-        if not section:
-            return find_remedy(name)
-    return ""
-
-
-# Commands of other programs, up to an underscore, and ours.
-_OTHER_COMMANDS = {
-    "chat": "generate --chat -i",
-    "convert-hf": "export",
-    "download": "import",
-    "finetune": "train --from",
-    "pretrain": "train",
-    "sample": "generate",
-}
-
-_NAME_REMEDY = "name the run, without an option"
-# Options of other programs: one of ours that the command must have, and what to write instead.
-_OTHER_OPTIONS = {
-    "--epochs": ("--steps", "use --steps or --minutes"),
-    "--resume": ("--steps", "name the run: gptmini train RUN"),
-    "--finetune": ("--from", PRETRAINED_REMEDY),
-    "--init-from": ("--prompt", _NAME_REMEDY),
-    "--out-dir": ("--prompt", _NAME_REMEDY),
-    "--checkpoint-dir": ("--prompt", _NAME_REMEDY),
-    "--start": ("--prompt", "use --prompt TEXT or --prompt-file FILE"),
-    "--tasks": ("--split", "use gptmini export, and lm-eval on that"),
-}
+    section = "sample." if command.endswith(" generate") else ""
+    key = find_full_key(option.lstrip("-").replace("-", "_").rpartition(".")[2], section)
+    return f"use --set {key}=VALUE" if key else ""
 
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:
