@@ -37,7 +37,7 @@ RENAME_DELAYS_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 def get_cache_folder() -> Path:
     """Get the folder for prepared texts and compiled code: $GPTMINI_CACHE, or ~/.cache/gptmini."""
     if chosen := os.environ.get("GPTMINI_CACHE"):
-        return Path(chosen)
+        return Path(os.path.expanduser(chosen))
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # never raises
     return Path(caches, "gptmini")
 

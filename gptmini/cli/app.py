@@ -82,6 +82,11 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--out=" in args or ("--out", "") in pairwise(args):
             raise ConfigError("--out: empty; name a file or folder")
+        # A shell expands ~ at the beginning of a word alone.
+        args = [
+            f"--out={os.path.expanduser(arg[6:])}" if arg.startswith("--out=~") else arg
+            for arg in args
+        ]
         try:
             return super().parse_args(ctx, args)
         except typer.exceptions.TyperException as error:

@@ -101,6 +101,16 @@ def test_no_run_is_begun_among_other_files(gptmini, text_file: Path):
     assert Path("model/lock").read_text() == "lock, of another program"
 
 
+def test_a_tilde_is_the_home_folder(gptmini, text_file: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(text_file.parent / "home"))
+    monkeypatch.setenv("USERPROFILE", str(text_file.parent / "home"))  # on Windows
+    monkeypatch.setenv("GPTMINI_CACHE", "~/cache")
+    assert gptmini("train", "text.txt", *SMALL, "--out=~/run")[0] == 0
+    assert fit("home/run/request.yaml", "~/run").path == text_file.parent / "home/run"
+    assert {path.name for path in Path("home").iterdir()} == {"cache", "run"}
+    assert not Path("~").exists()
+
+
 def test_a_run_that_was_hardly_begun_is_begun_again(gptmini, text_file: Path):
     for name in ("lock", ".tmp-1-tokenizer.json", "checkpoints/.tmp/state.json"):
         Path("half", name).parent.mkdir(parents=True, exist_ok=True)
