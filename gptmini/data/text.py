@@ -36,6 +36,7 @@ from gptmini.data.formats import (
     warn_once,
 )
 from gptmini.errors import DataError
+from gptmini.files import is_run
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
@@ -376,9 +377,13 @@ def _find_problem(file: File, text_key: str) -> str | None:
 def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Walk a folder and those below it: each with its files, sorted, without hidden ones.
 
-    Symbolic links to folders are not followed, as they may form loops.
+    Runs are no text, as they change while they are trained. Symbolic links to folders are not
+    followed, as they may form loops.
     """
     for root, folders, names in os.walk(folder, onerror=raise_unreadable):
+        if is_run(root):
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield root, sorted(name for name in names if not name.startswith("."))
 

@@ -85,7 +85,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Return whether a run is here: its configuration is the last file that `create` writes."""
-        return self.config_file.exists()
+        return files.is_run(self.path)
 
     def create(
         self, config: Config, text_tokenizer: Tokenizer, request: Config | None = None
@@ -146,8 +146,14 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, or raise MachineError; a killed process locks nobody out."""
+        """Be the only writer, or raise MachineError; a killed process locks nobody out.
+
+        Nothing in the run may be a link, through which a stranger's run would write elsewhere.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        for entry in sorted(self.path.iterdir()):
+            if entry.is_symlink():
+                raise MachineError(f"{entry}: a link, which training could follow; delete it")
         path = self.path / "lock"
         if path.exists() and not path.is_file():
             raise MachineError(f"{path}: not a regular file; delete it")
@@ -399,7 +405,7 @@ def find_newest_run(runs: Path) -> Path | None:
 
     Runs that were only begun or converted come last.
     """
-    candidates = [file.parent for file in runs.glob("*/config.yaml")]
+    candidates = [folder for folder in runs.glob("*") if files.is_run(folder)]
     return max(candidates, key=_get_training_time, default=None)
 
 

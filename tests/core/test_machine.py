@@ -67,7 +67,7 @@ def test_a_small_model_generates_on_the_cpu_where_it_can_be_compiled(monkeypatch
 def test_a_small_model_is_evaluated_on_the_gpu(monkeypatch, tmp_path):
     """Evaluating reads many tokens at a time, which a GPU does faster for every model."""
     path = tmp_path / "run"
-    path.mkdir()
+    (path / "checkpoints").mkdir(parents=True)
     (path / "config.yaml").touch()
     have(monkeypatch, "cuda")
     devices = []

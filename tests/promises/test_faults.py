@@ -22,7 +22,7 @@ from gptmini import files
 from gptmini.config import load
 from gptmini.config.load import list_config_files
 from gptmini.config.settings import Config
-from gptmini.errors import ConfigError, GptminiError, MachineError
+from gptmini.errors import ConfigError, GptminiError, MachineError, Stopped
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.runs import tensors
@@ -309,7 +309,7 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(loop, where, interrupted)
         expected = f"stopped by {shown_name} after step .*saved"
-        with pytest.raises(GptminiError, match=expected) as stopped:
+        with pytest.raises(Stopped, match=expected) as stopped:
             train(config)
     assert stopped.value.exit_code == 128 + number
     assert result(train(config)) == whole

@@ -9,6 +9,7 @@ import numpy as np
 from rich.cells import cell_len
 
 from gptmini.errors import ConfigError, make_missing_package_error
+from gptmini.files import check_replaceable
 from gptmini.runs.log import select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -22,11 +23,12 @@ MAX_NUMBERED_TOKENS = 12  # maps and masks of up to this many have numbers in th
 
 
 def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
-    """Raise ConfigError for a format that is not supported."""
+    """Raise ConfigError for a format that is not supported, and for a file of another program."""
     if path.suffix.lower() not in kinds:
         raise ConfigError(
             f"--out {path}: unknown format; use a name that ends in {', '.join(kinds)}"
         )
+    check_replaceable(path, b"gptmini" if path.suffix.lower() == ".html" else b"atplotlib")
 
 
 def check_can_draw() -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support import SMALL
 
 
@@ -30,3 +32,14 @@ def test_inspect_prints_numbers(gptmini, text_file: Path):
         assert line in err
     assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
     assert gptmini("inspect", "--mask", "causal", "--size", "24")[1].count("\n") == 24 + 2
+
+
+def test_only_a_picture_of_its_own_is_replaced(gptmini):
+    pytest.importorskip("matplotlib")
+    for suffix in ("png", "pdf", "svg"):
+        Path(f"mine.{suffix}").write_text("a photo")
+        for name, expected in [("mask", 0), ("mask", 0), ("mine", 2)]:
+            out = f"{name}.{suffix}"
+            code, _, err = gptmini("inspect", "--mask", "causal", "--size", "3", "--out", out)
+            assert (code, "did not write" in err) == (expected, expected == 2)
+        assert Path(f"mine.{suffix}").read_text() == "a photo"

@@ -333,3 +333,35 @@ def test_a_run_that_is_deleted_while_it_trains_is_not_a_full_disk(run: RunDirect
         run.save(checkpoint(1))
     assert "deleted" in str(raised.value)
     assert "make room" not in str(raised.value)
+
+
+@needs_posix
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "config.yaml", "checkpoints"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_link_in_a_run_is_followed_for_writing(
+    run: RunDirectory, tmp_path: Path, name: str, is_there: bool
+):
+    run.save(checkpoint(1, best=1))
+    target = tmp_path / "elsewhere"
+    link = run.path / name
+    if link.exists():
+        link.rename(target)
+    elif is_there:
+        target.write_text("a diary")
+    link.symlink_to(target if is_there else tmp_path / "nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(MachineError, match=f"{name}: a link"), run.lock():
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    if is_there:
+        assert run.load_best().step == 1  # reading may follow it
+
+
+@needs_posix
+def test_no_link_is_followed_for_a_file_that_replaces_another(tmp_path: Path):
+    other = tmp_path / "other"
+    other.write_text("a diary")
+    for name in ("best.json", f".tmp-{os.getpid()}-best.json"):
+        (tmp_path / name).symlink_to(other)
+    files.atomic_write_bytes(tmp_path / "best.json", b"{}")
+    assert (other.read_text(), (tmp_path / "best.json").read_text()) == ("a diary", "{}")

@@ -234,7 +234,7 @@ def test_without_matplotlib_a_comparison_keeps_its_tables(tmp_path, monkeypatch,
 
 
 def test_usage_is_checked(gptmini, text_file, tmp_path):
-    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "checkpoints").mkdir(parents=True)
     (tmp_path / "done" / "config.yaml").touch()
     code, _, err = gptmini("compare", "--data", "-")
     assert (code, "read only once" in err) == (2, True)
