@@ -87,11 +87,6 @@ class Batches:
             rows.append(self.texts[which].read_marked(start, self.seq_len + 1))
         return stack_inputs_and_targets(rows)
 
-    def locate_windows(self, step: int) -> list[tuple[int, int]]:
-        """Find the text of each of the batch_size windows of a step, and the position in it."""
-        first = step * self.batch_size
-        return [self._locate_window(number) for number in range(first, first + self.batch_size)]
-
     def _locate_window(self, number: int) -> tuple[int, int]:
         """Find the text and the position of a window, by its number in the whole training."""
         cycle, place = divmod(number, MIXTURE_CYCLE_WINDOWS)
@@ -134,9 +129,6 @@ class GivenBatches(Batches):
                 )
         own_rows = torch.tensor([*self.rows])
         return tokens[own_rows], targets[own_rows]
-
-    def locate_windows(self, step: int) -> list[tuple[int, int]]:
-        return []  # nobody knows where they are from
 
 
 def iter_validation_batches(

@@ -13,7 +13,6 @@ MAX_USEFUL_EPOCHS = 20  # after which a small model learns little more about uns
 MIN_LOSSES_FOR_SPIKE = 20  # before which their spread says nothing
 SPIKE_DEVIATIONS = 6  # of the last losses, above their mean
 SPIKE_MARGIN = 0.1  # in nats, where the last losses hardly differ
-SHOWN_WINDOWS = 4
 MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
@@ -151,30 +150,18 @@ def describe_stopped(training: Training, signal_number: int) -> str:
 
 
 def report_spike(training: Training, train_loss: float) -> None:
-    """Warn when a loss is far above those of the last steps, naming its windows."""
+    """Warn when a loss is far above those of the last steps."""
     recent = training.recent_losses
     if len(recent) >= MIN_LOSSES_FOR_SPIKE:
         usual = statistics.mean(recent)
         if train_loss > usual + SPIKE_DEVIATIONS * statistics.pstdev(recent) + SPIKE_MARGIN:
-            where = _describe_windows(training, training.step - 1)
-            warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}, in {where}")
+            warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}")
     recent.append(train_loss)
 
 
 def describe_divergence(training: Training, problem: str) -> str:
     """Return the message for a run whose numbers are no longer finite."""
-    where = _describe_windows(training, training.step)
     return (
-        f"{training.run.path}: {problem} after step {training.step}, in {where}; nothing "
-        f"of it was saved; lower train.lr and choose another --out"
+        f"{training.run.path}: {problem} after step {training.step}; nothing of it was saved; "
+        f"lower train.lr and choose another --out"
     )
-
-
-def _describe_windows(training: Training, step: int) -> str:
-    """Return where the windows of a step begin, so that a user can find the text."""
-    starts = [str(start) for _, start in training.batches.locate_windows(step)]
-    if not starts:
-        return f"the batch of step {step}"
-    if len(starts) > SHOWN_WINDOWS:
-        starts = [*starts[:SHOWN_WINDOWS], "..."]
-    return f"the windows at tokens {', '.join(starts)}"

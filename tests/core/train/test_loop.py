@@ -373,7 +373,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
         monkeypatch.setattr(GPT, "compute_loss", broken)
 
     stop_after(monkeypatch, 5, poison)
-    expected = r"gradient norm nan after step 4, in the windows at tokens \d.*; nothing of it was"
+    expected = r"gradient norm nan after step 4; nothing of it was saved; lower train\.lr"
     with pytest.raises(DivergedError, match=expected):
         train(config)
     run = RunDirectory(Path(config.data.path[0]).parent / "run")
