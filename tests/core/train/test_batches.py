@@ -104,10 +104,7 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
 
 def test_texts_take_turns_in_another_order_for_another_seed():
     turns = [
-        [
-            which
-            for which, _ in windows(Batches(texts_of(900, 900), [1.0, 1.0], 20, 50, seed), 0)
-        ]
+        [which for which, _ in windows(Batches(texts_of(900, 900), [1.0, 1.0], 20, 50, seed), 0)]
         for seed in range(3)
     ]
     assert len(set(map(tuple, turns))) == 3
