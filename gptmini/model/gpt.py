@@ -160,12 +160,6 @@ class GPT(nn.Module):
         return head.weight
 
 
-def create_meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a model by name, on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return GPT(config).state_dict()
-
-
 class _SkipDraws(TorchFunctionMode):
     """Leaves tensors as they are where torch would fill them with random numbers."""
 
@@ -179,7 +173,7 @@ class _SkipDraws(TorchFunctionMode):
 
 
 def create_undrawn(config: ModelConfig) -> GPT:
-    """Create a model without drawing its matrices, for those who load them next.
+    """Create a model without drawing its weights, for those who load them or need their shapes.
 
     They hold whatever lies in memory, and no page of it is touched. A model on the meta device has
     no memory either, but torch takes seconds to import what that device needs.
