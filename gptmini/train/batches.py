@@ -102,7 +102,7 @@ class Batches:
         return which, offset + window * self.seq_len
 
 
-class GivenBatches(Batches):
+class CustomBatches(Batches):
     """Batches that a function makes; `read` gives the tokens and targets (B, T) of a step."""
 
     def __init__(

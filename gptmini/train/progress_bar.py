@@ -1,4 +1,4 @@
-"""What one sees while a run trains: a bar on a terminal, lines elsewhere."""
+"""Shows how far a training has come: a bar on a terminal, lines elsewhere."""
 
 import time
 from typing import Any

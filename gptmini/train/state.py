@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.machine import Compute
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer
-    from gptmini.plan.cuda_graph import Loss
     from gptmini.plan.plan import Plan
     from gptmini.runs.directory import RunDirectory
     from gptmini.runs.progress import Progress
@@ -66,7 +65,8 @@ class Training:
     own: CustomParts
     # What an update works on.
     model: GPT
-    compute_loss: Loss  # the model, a CUDA graph of it, or a loss of one's own
+    # The mean loss () of targets (B, T): the model, a CUDA graph of it, or a loss of one's own.
+    compute_loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
     batches: Batches
     micro_batches: list[int]

@@ -63,7 +63,7 @@ def _count_filled_rows(training: Training, targets: Tensor) -> float:
     """
     if not training.corpus.has_ignored and training.own.batches is None:
         return training.config.train.batch_size
-    n_counted = training.group.sum_over_ranks((targets >= 0).sum())
+    n_counted = training.group.all_reduce((targets >= 0).sum())
     return max(1, int(n_counted)) / targets.shape[1]
 
 
@@ -101,5 +101,5 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     # same numbers in the same order.
     all_losses = torch.zeros(settings.batch_size // size, dtype=torch.float64)
     all_losses[training.micro_batches] = torch.tensor(own_losses, dtype=torch.float64)
-    losses_in_order = training.group.sum_over_ranks(all_losses).tolist()
+    losses_in_order = training.group.all_reduce(all_losses).tolist()
     return functools.reduce(operator.add, losses_in_order), norm
