@@ -16,7 +16,6 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedErro
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
 from gptmini.runs.tensors import check_weights, find_infinite
-from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
 # What the last bit of a result depends on: where the run is made, and two settings that may change.
@@ -94,6 +93,12 @@ def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> No
     training.model.load_state_dict(group.scatter(checkpoint.model))
 
 
+def check_space(training: Training) -> None:
+    """Check that a checkpoint fits: the weights and up to two moments of each in the optimizer."""
+    weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+    training.group.on_rank_zero(lambda: training.run.check_space(3 * weight_bytes))
+
+
 def save_checkpoint(training: Training) -> None:
     """Write a checkpoint of this step, unless there is one.
 
@@ -105,7 +110,7 @@ def save_checkpoint(training: Training) -> None:
     weights = group.gather(training.model.state_dict())
     optimizer = group.gather(training.optimizer.state_dict())
     if group.on_rank_zero(lambda: find_infinite(weights, training.model)):
-        raise DivergedError(describe_divergence(training, "weights that are not finite"))
+        raise DivergedError("weights that are not finite")
     training.progress.elapsed = training.elapsed
     checkpoint = Checkpoint(asdict(training.progress), weights, optimizer)
     group.on_rank_zero(lambda: training.run.save(checkpoint, training.config.train.keep))
@@ -124,7 +129,6 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
     _note_environment(training, existing, saved)
     training.progress = saved
     training.saved_step = saved.step
-    training.last_logged = (saved.step, saved.seconds)
     training.started -= saved.elapsed
 
     def tidy() -> None:

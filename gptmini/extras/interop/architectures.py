@@ -242,16 +242,16 @@ def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
     return hf_weights
 
 
-def check_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
+def check_tensor(tensor: Tensor, expected: Tensor, where: str) -> Tensor:
     """Return a tensor in the type it has.
 
-    CheckpointError unless it has the shape of `meta` and its values are finite.
+    CheckpointError unless it has the shape of `expected` and its values are finite.
     """
     if tensor.dtype not in FLOAT_DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
-    if tensor.shape != meta.shape:
-        sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(meta.shape)}"
+    if tensor.shape != expected.shape:
+        sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(expected.shape)}"
         raise CheckpointError(f"{where}: {sizes}; restore the original files")
     if not all(bound.isfinite() for bound in tensor.aminmax()):
         raise CheckpointError(f"{where}: has values that are not finite; download it again")

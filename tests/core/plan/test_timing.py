@@ -224,10 +224,10 @@ def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch)
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: compilers.setdefault(function, function.__call__)
     )
-    monkeypatch.setattr(gpt, "joins_head_and_loss", lambda _: True)
+    monkeypatch.setattr(gpt, "fuses_head_and_loss", lambda _: True)
     monkeypatch.setattr(gpt, "linear_cross_entropy", lambda *arguments: arguments[-1])
     model = GPT(tiny().with_tokenizer("byte", 257).model)
-    plain = kernels.overwrite_by_softmax_
+    plain = kernels.softmax_
     if compiled:
         timing.compile_blocks(model)
     fast = compilers.get(plain)
