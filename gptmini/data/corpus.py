@@ -4,9 +4,7 @@ The cache keeps learned vocabularies and token files under the hash of content a
 nothing is prepared twice.
 """
 
-import glob
 import hashlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,18 +19,10 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import numbers, token_file
-from gptmini.data.text import (
-    DividedText,
-    Split,
-    Text,
-    TextPart,
-    find_text,
-    locate_splits,
-    spool_stdin,
-)
+from gptmini.data import token_file
+from gptmini.data.text import DividedText, Split, Text, TextPart, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
-from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
+from gptmini.errors import DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
@@ -85,10 +75,6 @@ class TrainingText:
         return chain.from_iterable(part.iter_chunks() for part in self.training)
 
 
-# A text as it was found: its files and splits, or the files of token numbers of each path.
-FoundText = TrainingText | list[list[Path]]
-
-
 def prepare_corpus(
     config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
 ) -> Corpus:
@@ -98,44 +84,20 @@ def prepare_corpus(
     `tokenizer` that is given is used in place of the one which the configuration names.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
-    with open_text(config.data) as found:
-        return encode_text(found, config, with_test, tokenizer)
+    with open_text(config.data) as text:
+        return encode_text(text, config, with_test, tokenizer)
 
 
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
     with _open_cache(settings) as paths:
-        return _prepare_whole(paths, settings, tokenizer)
-
-
-def find_number_files(paths: list[str]) -> list[list[Path]] | None:
-    """Find the files of token numbers of each path, in order; None if they name texts.
-
-    DataError for both in one list.
-    """
-    found = []
-    for path in paths:
-        place = Path(os.path.expanduser(path))  # Path.expanduser can raise
-        matches = [place]
-        if not place.exists() and set(path) & set("*?["):
-            matches = [Path(match) for match in sorted(glob.glob(str(place)))]
-        found.append([match for match in matches if numbers.holds_numbers(match)])
-    if not any(found):
-        return None
-    for path, listed in zip(paths, found, strict=True):
-        if not listed:
-            raise DataError(f"{path}: a text beside token numbers; train on one kind")
-    return found
+        return _encode_whole(find_text(paths, settings), tokenizer)
 
 
 @contextmanager
-def open_text(settings: DataConfig) -> Iterator[FoundText]:
+def open_text(settings: DataConfig) -> Iterator[TrainingText]:
     """Find the files of a text, to read it and to prepare it in the cache; raises as above."""
     with _open_cache(settings) as paths:
-        token_numbers = find_number_files(paths)
-        if token_numbers is not None:
-            yield token_numbers
-            return
         divided = []
         for group in [[path] for path in paths] if settings.weights else [paths]:
             text = find_text(group, settings)
@@ -147,13 +109,28 @@ def open_text(settings: DataConfig) -> Iterator[FoundText]:
 
 
 def encode_text(
-    found: FoundText, config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
+    text: TrainingText, config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
 ) -> Corpus:
     """Prepare the tokens of an open text; raises as prepare_corpus does."""
-    if isinstance(found, TrainingText):
-        corpus = _prepare_texts(config, found, with_test, tokenizer)
-    else:
-        corpus = _prepare_numbers(config, found, with_test, tokenizer)
+    settings = config.data
+    if tokenizer is None:
+        tokenizer = _get_tokenizer(config, text)
+
+    wanted: list[Split] = ["training"]
+    if text.separate is None:
+        wanted.append("validation")
+    if with_test and settings.test is not None:
+        wanted.append("test")
+    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
+    for divided in text.divided:
+        for split, file in _get_token_files(divided, wanted, tokenizer).items():
+            found[split].append(file)
+    if text.separate is not None:
+        found["validation"] = [_encode_whole(text.separate, tokenizer)]
+    name = _name_corpus(settings)
+    corpus = Corpus(
+        name, tokenizer, found["training"], found["validation"], found["test"], text.content
+    )
     _check_length(corpus, config)
     return corpus
 
@@ -183,92 +160,11 @@ def _name_corpus(settings: DataConfig) -> str:
     return ", ".join(names).encode("utf-8", "backslashreplace").decode()
 
 
-def _prepare_texts(
-    config: Config, text: TrainingText, with_test: bool, tokenizer: Tokenizer | None
-) -> Corpus:
-    """Learn or create the tokenizer of texts, and encode them."""
-    settings = config.data
-    if tokenizer is None:
-        tokenizer = _get_tokenizer(config, text)
-
-    wanted: list[Split] = ["training"]
-    if text.separate is None:
-        wanted.append("validation")
-    if with_test and settings.test is not None:
-        wanted.append("test")
-    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
-    for divided in text.divided:
-        for split, file in _get_token_files(divided, wanted, tokenizer).items():
-            found[split].append(file)
-    if text.separate is not None:
-        found["validation"] = [_encode_whole(text.separate, tokenizer)]
-    name = _name_corpus(settings)
-    return Corpus(
-        name, tokenizer, found["training"], found["validation"], found["test"], text.content
-    )
-
-
-def _prepare_numbers(
-    config: Config, files_of_paths: list[list[Path]], with_test: bool, tokenizer: Tokenizer | None
-) -> Corpus:
-    """Open token numbers and split them: the tail validates, what to test on lies before it."""
-    settings = config.data
-    if settings.split == "documents":
-        raise ConfigError(
-            "data.split: token numbers do not say where documents begin; leave it out, or name "
-            "what to hold out in data.validation_path"
-        )
-    if tokenizer is None and config.tokenizer.kind in ("auto", "bpe", "char"):
-        raise ConfigError(
-            f"{files_of_paths[0][0]}: token numbers; name the tokenizer that made them, such as "
-            f"--set tokenizer.kind=gpt2"
-        )
-    tokenizer = tokenizer or create_tokenizer(config.tokenizer.kind)
-    groups = files_of_paths if settings.weights else [list(chain.from_iterable(files_of_paths))]
-    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
-    for group in groups:
-        whole = _open_numbers(group, tokenizer)
-        share = _get_held_out_share(settings, whole.text_bytes)
-        for split, stretch in locate_splits(len(whole), share, settings.test or 0.0).items():
-            found[split].append(whole.cut(*stretch))
-    training, validation = found["training"], found["validation"]
-    test = found["test"] if with_test and settings.test is not None else []
-    if settings.validation_path is not None:
-        validation = [_prepare_whole(settings.validation_path, settings, tokenizer)]
-    names = "".join(file.path.name for file in [*training, *validation])
-    content = hashlib.sha256(names.encode()).hexdigest()
-    return Corpus(_name_corpus(settings), tokenizer, training, validation, test, content)
-
-
-def _open_numbers(paths: list[Path], tokenizer: Tokenizer) -> TokenFile:
-    """Open the token file of files of numbers in the cache; copy them if it is missing."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with files.open_regular(path) as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
-    target = _name_token_file(digest.hexdigest(), tokenizer)
-    with suppress(DataError):
-        return TokenFile(target, tokenizer)
-    total = sum(path.stat().st_size for path in paths)
-    with show_byte_progress("copying the tokens", total) as advance:
-        encoded = ({"": part} for part in numbers.read_numbers(paths, tokenizer, advance))
-        token_file.write_token_files({"": target}, encoded, tokenizer)
-    return TokenFile(target, tokenizer)
-
-
 def _get_held_out_share(settings: DataConfig, size: int) -> float:
     """Get the fraction of a text of `size` bytes to validate on; none if another text is."""
     if settings.validation_path is not None:
         return 0.0
     return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
-
-
-def _prepare_whole(paths: list[str], settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
-    """Prepare all that the paths name as one text."""
-    found = find_number_files(paths)
-    if found is not None:
-        return _open_numbers(list(chain.from_iterable(found)), tokenizer)
-    return _encode_whole(find_text(paths, settings), tokenizer)
 
 
 def _check_length(corpus: Corpus, config: Config) -> None:
