@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
 from gptmini.data import token_file
-from gptmini.data.text import DividedText, Split, Text, TextPart, find_text, spool_stdin
+from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
@@ -35,44 +35,38 @@ STALE_SECONDS = 86_400
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The texts that a configuration names, divided but not yet tokens.
+    """The texts that a configuration names, not yet tokens; one for each weight.
 
-    `separate` is the text to hold out, if that is another.
+    `held_out` is the text to validate on, if that is another.
     """
 
-    divided: list[DividedText]
-    separate: Text | None
+    texts: list[Text]
+    held_out: Text | None
 
     @property
     def bytes(self) -> int:
         """Size on disk of all that is not held out as another text."""
-        return sum(divided.text.bytes for divided in self.divided)
-
-    @property
-    def training(self) -> list[TextPart]:
-        """The parts of the texts that training reads."""
-        return [TextPart(divided, "training") for divided in self.divided]
+        return sum(text.bytes for text in self.texts)
 
     @property
     def has_conversations(self) -> bool:
         """Whether some of the documents, held out or not, are conversations."""
-        texts = [divided.text for divided in self.divided]
-        texts += [] if self.separate is None else [self.separate]
+        texts = self.texts if self.held_out is None else [*self.texts, self.held_out]
         return any(text.has_conversations for text in texts)
 
     @cached_property
     def content(self) -> str:
         """SHA-256 (hex) of the texts and their splits, as of the corpus that they become."""
-        digests = [part.digest for part in self.training]
-        if self.separate is None:
-            digests += [TextPart(divided, "validation").digest for divided in self.divided]
+        digests = [text.hash_split("training") for text in self.texts]
+        if self.held_out is None:
+            digests += [text.hash_split("validation") for text in self.texts]
         else:
-            digests.append(self.separate.digest)
+            digests.append(self.held_out.digest)
         return _join_digests(digests)
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield what is trained on; DataError if a file has changed since it was found."""
-        return chain.from_iterable(part.iter_chunks() for part in self.training)
+        return chain.from_iterable(text.iter_training() for text in self.texts)
 
 
 def prepare_corpus(
@@ -98,14 +92,13 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
 def open_text(settings: DataConfig) -> Iterator[TrainingText]:
     """Find the files of a text, to read it and to prepare it in the cache; raises as above."""
     with _open_cache(settings) as paths:
-        divided = []
+        texts = []
         for group in [[path] for path in paths] if settings.weights else [paths]:
             text = find_text(group, settings)
             share = _get_held_out_share(settings, text.bytes)
-            divided.append(DividedText(text, share, settings.test or 0.0))
-        held_out = settings.validation_path
-        separate = None if held_out is None else find_text(held_out, settings)
-        yield TrainingText(divided, separate)
+            texts.append(replace(text, validation=share, test=settings.test or 0.0))
+        other = settings.validation_path
+        yield TrainingText(texts, None if other is None else find_text(other, settings))
 
 
 def encode_text(
@@ -117,16 +110,16 @@ def encode_text(
         tokenizer = _get_tokenizer(config, text)
 
     wanted: list[Split] = ["training"]
-    if text.separate is None:
+    if text.held_out is None:
         wanted.append("validation")
     if with_test and settings.test is not None:
         wanted.append("test")
     found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
-    for divided in text.divided:
-        for split, file in _get_token_files(divided, wanted, tokenizer).items():
+    for each in text.texts:
+        for split, file in _get_token_files(each, wanted, tokenizer).items():
             found[split].append(file)
-    if text.separate is not None:
-        found["validation"] = [_encode_whole(text.separate, tokenizer)]
+    if text.held_out is not None:
+        found["validation"] = [_encode_whole(text.held_out, tokenizer)]
     name = _name_corpus(settings)
     corpus = Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
@@ -189,10 +182,9 @@ def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
-    training = text.training
     chat = text.has_conversations
     if kind in ("auto", "bpe") and vocab_size is None:
-        text_bytes = sum(part.text_bytes for part in training)
+        text_bytes = sum(each.spans["training"][1] for each in text.texts)
         train = config.train
         training_tokens = None
         if train.minutes is not None and "steps" in train.model_fields_set:
@@ -200,31 +192,31 @@ def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
         kind, vocab_size = choose_tokenizer(kind, text_bytes, config.model.d_model, training_tokens)
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind, chat=chat)
-    digest = _join_digests([part.digest for part in training])[:20]
+    digest = _join_digests([each.hash_split("training") for each in text.texts])[:20]
     name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
     path = files.get_cache_folder() / name
     try:
         return load_tokenizer(path)
     except DataError:  # not there yet, or damaged
         pass
-    tokenizer = learn_tokenizer(kind, vocab_size, training, chat)
+    tokenizer = learn_tokenizer(kind, vocab_size, text.texts, chat)
     files.atomic_write_bytes(path, tokenizer.to_json().encode())
     return tokenizer
 
 
-def learn_tokenizer(
-    kind: str, vocab_size: int | None, training: list[TextPart], chat: bool
-) -> Tokenizer:
-    """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones.
+def learn_tokenizer(kind: str, vocab_size: int | None, texts: list[Text], chat: bool) -> Tokenizer:
+    """Learn a tokenizer from the training part of texts.
+
+    `char` reads all of it, `bpe` every n-th chunk of large ones.
 
     To `chat`, it gets the special tokens and the template of ChatML.
     """
-    size = sum(text.bytes for text in training)
+    size = sum(text.bytes for text in texts)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
-    chunks = chain.from_iterable(text.iter_chunks() for text in training)
+    chunks = chain.from_iterable(text.iter_training() for text in texts)
     with show_byte_progress("learning the vocabulary", size // every) as advance:
-        texts = _iter_learned_texts(islice(chunks, 0, None, every), advance)
-        return create_tokenizer(kind, vocab_size, texts, chat)
+        learned = _iter_learned_texts(islice(chunks, 0, None, every), advance)
+        return create_tokenizer(kind, vocab_size, learned, chat)
 
 
 def _iter_learned_texts(
@@ -261,11 +253,11 @@ def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float
 
 def _encode_whole(text: Text, tokenizer: Tokenizer) -> TokenFile:
     """Open the token file of a whole text."""
-    return _get_token_files(DividedText(text, 0.0, 0.0), ["training"], tokenizer)["training"]
+    return _get_token_files(text, ["training"], tokenizer)["training"]
 
 
 def _get_token_files(
-    divided: DividedText, splits: list[Split], tokenizer: Tokenizer
+    text: Text, splits: list[Split], tokenizer: Tokenizer
 ) -> dict[Split, TokenFile]:
     """Open the token files of some splits in the cache; write those missing or damaged.
 
@@ -274,14 +266,14 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        path = _name_token_file(TextPart(divided, split).digest, tokenizer)
+        path = _name_token_file(text.hash_split(split), tokenizer)
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:
             missing[split] = path
     if missing:
-        with show_byte_progress("preparing the tokens", divided.text.bytes) as advance:
-            chunks = divided.iter_chunks(missing)
+        with show_byte_progress("preparing the tokens", text.bytes) as advance:
+            chunks = text.iter_splits(missing)
             encoded = token_file.encode_chunks(chunks, tokenizer, advance)
             token_file.write_token_files(missing, encoded, tokenizer)
         opened |= {split: TokenFile(path, tokenizer) for split, path in missing.items()}

@@ -1,8 +1,8 @@
 """From paths to documents: files, folders, globs, standard input, the Hub and built-in corpora.
 
-A Text is a list of files and how to read them; a DividedText has its splits: training, validation
-and test. Both are read block by block, so they may be larger than memory. Reading them again gives
-the same text, or an error that names the file that changed.
+A Text is a list of files, how to read them, and its splits: training, validation and test. It is
+read block by block, so it may be larger than memory. Reading it again gives the same text, or an
+error that names the file that changed.
 """
 
 import glob
@@ -48,11 +48,16 @@ Split = Literal["training", "validation", "test"]
 
 @dataclass(frozen=True)
 class Text:
-    """Files in reading order, and how to read them."""
+    """Files in reading order, how to read them, and which share of them is held out.
+
+    `validation` and `test` are fractions of the text, or of its documents.
+    """
 
     name: str
     files: tuple[File, ...]
     settings: DataConfig
+    validation: float = 0.0
+    test: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -79,10 +84,27 @@ class Text:
                     hashed.update(b"line feeds")
         return hashed.hexdigest()
 
-    @property
-    def text_bytes(self) -> int:
-        """Size of the text in UTF-8; DataError if it is all white space."""
-        return self._size_and_kind[0]
+    def hash_split(self, split: Split) -> str:
+        """Return the SHA-256 (hex) of everything that determines a split."""
+        rule = [self.settings.split, split, self.validation, self.test]
+        return hashlib.sha256(json.dumps([self.digest, *rule]).encode()).hexdigest()
+
+    @cached_property
+    def spans(self) -> dict[Split, tuple[int, int]]:
+        """Where each split begins and ends in the bytes of the text, in their order.
+
+        Of documents these are only their shares. DataError if the text is all white space.
+        """
+        size = self._size_and_kind[0]
+        n_test = max(1, round(size * self.test)) if self.test else 0
+        n_validation = max(1, round(size * self.validation)) if self.validation else 0
+        validation_start = size - n_validation
+        test_start = validation_start - n_test
+        return {
+            "training": (0, test_start),
+            "test": (test_start, validation_start),
+            "validation": (validation_start, size),
+        }
 
     @property
     def has_conversations(self) -> bool:
@@ -117,46 +139,36 @@ class Text:
         if is_blank:
             raise DataError(f"{self.name}: contains no text; choose a file that has some")
 
-
-@dataclass(frozen=True)
-class DividedText:
-    """A text that is divided into splits, before any tokenizer sees it.
-
-    `validation` and `test` are fractions of the text, or of the documents.
-    """
-
-    text: Text
-    validation: float
-    test: float
-
-    def iter_chunks(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
-        """Yield the text of some splits, as Text.iter_chunks does, in one pass over the text.
+    def iter_splits(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
+        """Yield the text of some splits, as iter_chunks does all of it, in one pass.
 
         DataError at its end if one of them has only white space.
         """
         if not self.validation and not self.test:
-            return (("training", chunk) for chunk in self.text.iter_chunks())
-        if self.text.settings.split == "tail":
-            return self._iter_stretches(splits)
+            return (("training", chunk) for chunk in self.iter_chunks())
+        if self.settings.split == "tail":
+            return self._iter_spans(splits)
         return self._iter_documents(splits)
 
-    def _iter_stretches(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
-        """Yield the stretches of the text: training first, then test, then validation.
+    def iter_training(self) -> Iterator[TextChunk]:
+        """Yield what is trained on."""
+        return (chunk for _, chunk in self.iter_splits(["training"]))
+
+    def _iter_spans(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
+        """Yield the spans of the text: training first, then test, then validation.
 
         The text is cut between words where that is possible, a conversation before it begins.
         """
-        size = self.text.text_bytes
-        located = locate_splits(size, self.validation, self.test)
-        stretches = {split: stretch for split, stretch in located.items() if split in splits}
-        last_end = max(end for _, end in stretches.values())
-        reach = min(4096, size // 100)  # a short text is not cut far from the requested place
+        spans = {split: span for split, span in self.spans.items() if split in splits}
+        last_end = max(end for _, end in spans.values())
+        reach = min(4096, self.spans["validation"][1] // 100)  # a short text is cut near that place
         at = 0  # bytes before this chunk
-        for chunk in self.text.iter_chunks():
+        for chunk in self.iter_chunks():
             if at >= last_end:
                 return
             text = chunk.text
             length = count_utf8_bytes(text)
-            for split, (begin, end) in stretches.items():
+            for split, (begin, end) in spans.items():
                 if chunk.messages is not None:
                     if begin < at + length <= end:  # by its end, so that the last split has some
                         yield split, chunk
@@ -173,7 +185,7 @@ class DividedText:
         """Yield the documents of some splits, in the order of the text."""
         split: Split = "training"
         blank = set(splits)
-        for chunk in self.text.iter_chunks():
+        for chunk in self.iter_chunks():
             if chunk.starts_document:
                 split = self._assign_document(chunk.text)
             if split in splits:
@@ -183,7 +195,7 @@ class DividedText:
         for split in splits:
             if split in blank:
                 raise DataError(
-                    f"{self.text.name}: its split leaves no document for {split}; use a text with "
+                    f"{self.name}: its split leaves no document for {split}; use a text with "
                     f"more documents, or hold out the tail with --set data.split=tail"
                 )
 
@@ -195,51 +207,6 @@ class DividedText:
         if number < (self.validation + self.test) * 2**64:
             return "test"
         return "training"
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """One split of a text."""
-
-    divided: DividedText
-    split: Split
-
-    @property
-    def bytes(self) -> int:
-        """Size of the whole text on disk."""
-        return self.divided.text.bytes
-
-    @property
-    def text_bytes(self) -> int:
-        """About the size of this split in UTF-8."""
-        divided = self.divided
-        located = locate_splits(divided.text.text_bytes, divided.validation, divided.test)
-        begin, end = located[self.split]
-        return end - begin
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of everything that determines this split."""
-        text = self.divided.text
-        rule = [text.settings.split, self.split, self.divided.validation, self.divided.test]
-        return hashlib.sha256(json.dumps([text.digest, *rule]).encode()).hexdigest()
-
-    def iter_chunks(self) -> Iterator[TextChunk]:
-        """Yield this split, as Text.iter_chunks does all of a text."""
-        return (chunk for _, chunk in self.divided.iter_chunks([self.split]))
-
-
-def locate_splits(size: int, validation: float, test: float) -> dict[Split, tuple[int, int]]:
-    """Return where each split begins and ends in `size` bytes or tokens, in their order."""
-    n_test = max(1, round(size * test)) if test else 0
-    n_validation = max(1, round(size * validation)) if validation else 0
-    validation_start = size - n_validation
-    test_start = validation_start - n_test
-    return {
-        "training": (0, test_start),
-        "test": (test_start, validation_start),
-        "validation": (validation_start, size),
-    }
 
 
 def _find_cut(text: str, length: int, offset: int, reach: int) -> int:

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from gptmini.config.settings import DataConfig
 from gptmini.data import corpus as corpora
 from gptmini.data import formats
-from gptmini.data.text import DividedText, Split, TextPart, find_text
+from gptmini.data.text import Split, Text, find_text
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
@@ -55,8 +56,8 @@ def test_the_tail_is_held_out(tmp_path: Path):
     )
 
 
-def whole(path: Path) -> TextPart:
-    return TextPart(DividedText(find_text([str(path)], DataConfig()), 0.0, 0.0), "training")
+def whole(path: Path) -> Text:
+    return find_text([str(path)], DataConfig())
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
@@ -109,15 +110,15 @@ def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, te
     path.write_text("\n".join(lines))
     whole = find_text([str(path)], DataConfig(split=split, separator="\n"))
     documents = [piece.text for piece in whole.iter_chunks()]
-    source_split = DividedText(whole, validation, test)
+    source = replace(whole, validation=validation, test=test)
     sides: dict[Split, list[str]] = {"training": [], "test": [], "validation": []}
     with suppress(DataError):  # at the end, where a split has no document
-        for side, piece in source_split.iter_chunks(sides):
+        for side, piece in source.iter_splits(sides):
             sides[side].append(piece.text)
     for side, alone in sides.items():
         part = []
         with suppress(DataError):
-            part.extend(piece.text for piece in TextPart(source_split, side).iter_chunks())
+            part.extend(piece.text for _, piece in source.iter_splits([side]))
         assert part == alone
     parts = [*sides["training"], *sides["test"], *sides["validation"]]
     if split == "tail":

@@ -2,6 +2,7 @@ import gzip
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gptmini import files
 from gptmini.config.settings import DataConfig
-from gptmini.data.text import BUILTIN_CORPORA, DividedText, Split, TextPart, find_text, spool_stdin
+from gptmini.data.text import BUILTIN_CORPORA, Split, find_text, spool_stdin
 from gptmini.errors import DataError
 
 SPLITS: tuple[Split, ...] = ("training", "validation")
@@ -211,9 +212,8 @@ def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     moved.rename(folder / "a.jsonl")
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
-    source = find_text([str(a), str(b)], DataConfig())
-    divided = DividedText(source, 0.1, 0.0)
-    others += [TextPart(divided, split).digest for split in SPLITS]
+    source = replace(find_text([str(a), str(b)], DataConfig()), validation=0.1)
+    others += [source.hash_split(split) for split in SPLITS]
     a.write_text("A")
     others.append(digest(a, b))
     assert len({first, *others}) == 10
@@ -227,9 +227,8 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
         path.write_text("|".join(documents))
         settings = {"separator": "|", "split": "documents"}
         source = find_text([str(path)], DataConfig.model_validate(settings))
-        divided = DividedText(source, 0.2, 0.0)
-        parts = [TextPart(divided, split).iter_chunks() for split in SPLITS]
-        return [[piece.text for piece in part] for part in parts]
+        parts = [replace(source, validation=0.2).iter_splits([split]) for split in SPLITS]
+        return [[piece.text for _, piece in part] for part in parts]
 
     training, validation = sides(words)
     assert sorted(training + validation) == sorted(words)
