@@ -18,7 +18,7 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
-from gptmini.console import show_byte_progress
+from gptmini.console import format_count, show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
@@ -124,7 +124,7 @@ def encode_text(
     corpus = Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
     )
-    _check_length(corpus, config)
+    _check_length(corpus, config, text)
     return corpus
 
 
@@ -160,18 +160,24 @@ def _get_held_out_share(settings: DataConfig, size: int) -> float:
     return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
 
 
-def _check_length(corpus: Corpus, config: Config) -> None:
+def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
     """DataError if a split is shorter than one window and the token after it."""
     window = config.seq_len + 1
     splits = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
     for split, token_files in splits.items():
         for file in token_files:
-            if len(file) < window:
-                raise DataError(
-                    f"{corpus.name}: too short: {len(file):,} of its tokens are for {split}, but "
-                    f"one window needs {window:,}; use a longer text, or lower "
-                    f"model.context_length or train.seq_len"
-                )
+            if len(file) >= window:
+                continue
+            amount = ""
+            if text.has_conversations:
+                chunks = chain.from_iterable(each.iter_chunks() for each in text.texts)
+                count = sum(chunk.messages is not None for chunk in chunks)
+                amount = f" ({format_count(count, 'conversation')})"
+            raise DataError(
+                f"{corpus.name}: too short{amount}: {len(file):,} of its tokens are for {split}, "
+                f"but one window needs {window:,}; use a longer text, or lower "
+                f"model.context_length or train.seq_len"
+            )
 
 
 def _join_digests(digests: list[str]) -> str:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,13 +36,14 @@ from gptmini.data.formats import (
     read_documents,
     warn_once,
 )
-from gptmini.errors import DataError
+from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 # Text that has more in it than its words.
 MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
+MAX_SKIPPED_LISTED = 10  # files
 BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
@@ -259,6 +261,9 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
         warn_once(
             f"{_abbreviate(found)}: trained on with its markup; to avoid that, extract the text"
         )
+    counts = Counter(os.path.abspath(file.path) for file in files)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        warn_once(f"{_abbreviate(repeated)}: read twice; name a file or its folder, not both")
     return Text(", ".join(paths), tuple(files), settings)
 
 
@@ -297,42 +302,55 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
         return _find_builtin_files(path, errors)
     if hub_dataset.is_dataset_name(path):
         return _find_dataset_files(path, errors)
-    place = Path(os.path.expanduser(path))  # Path.expanduser can raise
-    if place.is_dir():
-        found = [Path(root) / name for root, names in _walk(place) for name in names]
-    elif not place.exists() and any(character in path for character in "*?["):
-        found = sorted(_match_pattern(place), key=str)
-        found = [match for match in found if not match.is_dir()]
+    place = Path(os.path.expanduser(path))  # neither it nor os.path raises, as Path does
+    problems: dict[Path, str] = {}
+    if os.path.isdir(place):
+        found = [Path(root) / name for root, names in _walk(place, problems) for name in names]
+    elif not os.path.exists(place) and any(character in path for character in "*?["):
+        found = sorted(_match_pattern(place, problems), key=str)
+        found = [match for match in found if not os.path.isdir(match)]
     else:
         return [_describe_file(place, errors)]
-    found = [each for each in found if each.exists() or not each.is_symlink()]
-    if not found:
-        raise DataError(
-            f"{path}: no files found; give a folder that has some, or a pattern such as "
-            f"'texts/**/*.md'"
-        )
-    files = [_describe_file(file, errors) for file in found]
-    return _skip_unreadable_files(path, files, settings.text_key)
+    files = []
+    for each in found:
+        if os.path.islink(each) and not os.path.exists(each):
+            continue
+        try:
+            file = _describe_file(each, errors)
+        except DataError as error:
+            problems[each] = error.lines[0]
+            continue
+        if problem := _find_problem(file, settings.text_key):
+            problems[each] = problem
+        else:
+            files.append(file)
+    _report_skipped(path, len(files), problems)
+    return files
 
 
-def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[File]:
-    """Leave out files that cannot be read as text, with a warning; DataError if none is left."""
-    problems = {file: problem for file in files if (problem := _find_problem(file, text_key))}
+def _report_skipped(path: str, n_files: int, problems: dict[Path, str]) -> None:
+    """Warn of files that cannot be read as text; DataError if there are no others."""
     if not problems:
-        return files
+        if not n_files:
+            raise DataError(
+                f"{path}: no files found; give a folder that has some, or a pattern such as "
+                f"'texts/**/*.md'"
+            )
+        return
     # Of records if there are any, as among a thousand pictures nobody would see them.
-    example = problems[min(problems, key=lambda file: file.kind == "text")]
-    if len(problems) == len(files):
+    example = problems[min(problems, key=lambda file: find_format(file.name)[0] == "text")]
+    if not n_files:
         raise DataError(f"{path}: no text found, only such as {example}")
-    warn_once(f"{path}: {len(problems)} of {len(files)} files skipped, such as {example}")
-    return [file for file in files if file not in problems]
+    skipped = f"{path}: {len(problems)} of {n_files + len(problems)} files skipped"
+    if len(problems) > MAX_SKIPPED_LISTED:
+        warn_once(f"{skipped}, such as {example}")
+    else:
+        warn_once(f"{skipped}:", *problems.values())
 
 
 @cache
 def _find_problem(file: File, text_key: str) -> str | None:
     """Find why a file cannot be read as text, by its beginning."""
-    with open_unchanged(file):  # raises for a file that may not be read, whatever its kind
-        pass
     try:
         next(read_documents(file, text_key, ""), None)
     except DataError as error:
@@ -340,17 +358,27 @@ def _find_problem(file: File, text_key: str) -> str | None:
     return None
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def _walk(folder: Path, problems: dict[Path, str]) -> Iterator[tuple[str, list[str]]]:
     """Walk a folder and those below it: each with its files, sorted, without hidden ones.
 
-    Symbolic links to folders are not followed, as they may form loops.
+    Symbolic links to folders are not followed, as they may form loops. Runs are no text, though
+    they may lie beside it. `problems` gets the folders that cannot be read.
     """
-    for root, folders, names in os.walk(folder, onerror=raise_unreadable):
+
+    def note(error: OSError) -> None:
+        problems[Path(error.filename)] = (
+            f"{error.filename}: {describe_os_error(error)}; check its permissions"
+        )
+
+    for root, folders, names in os.walk(folder, onerror=note):
+        if "request.yaml" in names or ("checkpoints" in folders and "config.yaml" in names):
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield root, sorted(name for name in names if not name.startswith("."))
 
 
-def _match_pattern(pattern: Path) -> set[Path]:
+def _match_pattern(pattern: Path, problems: dict[Path, str]) -> set[Path]:
     """Find the paths that a pattern matches; `**` walks folders as above.
 
     glob.glob would follow links there.
@@ -362,8 +390,8 @@ def _match_pattern(pattern: Path) -> set[Path]:
     after = Path(*pattern.parts[at + 1 :] or "*")
     matches: set[Path] = set()
     for start in glob.glob(str(before)):
-        for root, _ in _walk(Path(start)):
-            matches |= _match_pattern(Path(glob.escape(root)) / after)
+        for root, _ in _walk(Path(start), problems):
+            matches |= _match_pattern(Path(glob.escape(root)) / after, problems)
     return matches
 
 
