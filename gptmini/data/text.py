@@ -37,6 +37,7 @@ from gptmini.data.formats import (
     warn_once,
 )
 from gptmini.errors import DataError, describe_os_error
+from gptmini.files import atomic_write_bytes, get_cache_folder, read_json
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
@@ -115,7 +116,12 @@ class Text:
 
     @cached_property
     def _size_and_kind(self) -> tuple[int, bool]:
-        """Read the text for its size in UTF-8, and for whether it has conversations."""
+        """Size in UTF-8, and whether it has conversations: known to the cache, or read."""
+        kept = get_cache_folder() / f"{self.digest[:20]}-size.json"
+        with suppress(OSError, ValueError, KeyError):
+            known = read_json(kept)
+            if known.pop("sha256") == self._sign(known):
+                return known["bytes"], known["has_conversations"]
         size = 0
         has_conversations = False
         with show_byte_progress("reading the text", self.bytes) as advance:
@@ -124,7 +130,15 @@ class Text:
                 size += length
                 has_conversations = has_conversations or chunk.messages is not None
                 advance(length)
+        known = {"bytes": size, "has_conversations": has_conversations}
+        with suppress(OSError):  # it can be read again
+            data = known | {"sha256": self._sign(known)}
+            atomic_write_bytes(kept, json.dumps(data).encode())
         return size, has_conversations
+
+    def _sign(self, known: dict[str, object]) -> str:
+        """Hash what is known of this text, so that a damaged file of the cache is not believed."""
+        return hashlib.sha256(json.dumps([self.digest, known]).encode()).hexdigest()
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield the text, document by document, without empty ones.

@@ -162,14 +162,37 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
     corpus = corpora.prepare_corpus(config, with_test=True)
     assert read == [path] * 3
     whole = {file: file.read_bytes() for file in cache.iterdir()}
-    assert len(whole) == 6
+    assert len(whole) == 7
 
     damaged = corpus.validation[0].path
     damaged.write_bytes(b"")
     others = {file: file.stat().st_mtime_ns for file in whole if file.stem != damaged.stem}
+    read.clear()
     corpora.prepare_corpus(config, with_test=True)
+    assert read == [path]
     assert {file: file.read_bytes() for file in cache.iterdir()} == whole
     assert {file: file.stat().st_mtime_ns for file in others} == others
+
+
+def test_of_a_text_in_the_cache_nothing_is_decoded(tmp_path: Path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} {WORDS}"}) + "\n" for n in range(200)))
+    first = prepared(path, "auto")
+
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("gptmini.data.text.read_documents", fail)
+    assert prepared(path, "auto").tokenizer.vocab_size == first.tokenizer.vocab_size
+    (kept,) = (tmp_path / "cache").glob("*-size.json")
+    whole = kept.read_bytes()
+    size = json.loads(whole)["bytes"]
+    monkeypatch.undo()
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    for at in range(len(whole)):
+        kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert find_text([str(path)], DataConfig()).spans["validation"][1] == size
+        assert kept.read_bytes() == whole
 
 
 def test_a_long_first_line_does_not_move_the_cut(tmp_path: Path):
