@@ -11,7 +11,7 @@ import typer
 from gptmini.cli.options import AsJson, Assignments, argument, flag, option, parse_assignments
 from gptmini.console import escape_control_characters, format_table, say, stream_to_stdout
 from gptmini.errors import ConfigError, DataError, shorten
-from gptmini.files import atomic_write_bytes, decode_utf8
+from gptmini.files import atomic_write_bytes, check_replaceable, decode_utf8
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 
@@ -38,6 +38,7 @@ def train(
             raise ConfigError(f"{label}: applies to settings of data alone; leave it out")
     if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
+    check_replaceable(out, b'{\n"format": ')
     config = load.load_config(
         None,
         [

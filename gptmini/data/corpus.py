@@ -5,6 +5,7 @@ nothing is prepared twice.
 """
 
 import hashlib
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,7 @@ from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
-from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
+from gptmini.tokenizer.load import create_tokenizer, from_dict
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
@@ -199,14 +200,12 @@ def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind, chat=chat)
     digest = _join_digests([each.hash_split("training") for each in text.texts])[:20]
-    name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
+    name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.tokenizer"
     path = files.get_cache_folder() / name
-    try:
-        return load_tokenizer(path)
-    except DataError:  # not there yet, or damaged
-        pass
+    with suppress(OSError, ValueError):  # not there yet, or damaged
+        return from_dict(json.loads(files.read_checked(path)))
     tokenizer = learn_tokenizer(kind, vocab_size, text.texts, chat)
-    files.atomic_write_bytes(path, tokenizer.to_json().encode())
+    files.write_checked(path, tokenizer.to_json().encode())
     return tokenizer
 
 

@@ -37,7 +37,7 @@ from gptmini.data.formats import (
     warn_once,
 )
 from gptmini.errors import DataError, describe_os_error
-from gptmini.files import atomic_write_bytes, get_cache_folder, read_json
+from gptmini.files import get_cache_folder, is_run, read_checked, write_checked
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
@@ -117,11 +117,10 @@ class Text:
     @cached_property
     def _size_and_kind(self) -> tuple[int, bool]:
         """Size in UTF-8, and whether it has conversations: known to the cache, or read."""
-        kept = get_cache_folder() / f"{self.digest[:20]}-size.json"
-        with suppress(OSError, ValueError, KeyError):
-            known = read_json(kept)
-            if known.pop("sha256") == self._sign(known):
-                return known["bytes"], known["has_conversations"]
+        kept = get_cache_folder() / f"{self.digest[:20]}.size"
+        with suppress(OSError, ValueError):  # not there yet, or damaged
+            size, has_conversations = json.loads(read_checked(kept))
+            return size, has_conversations
         size = 0
         has_conversations = False
         with show_byte_progress("reading the text", self.bytes) as advance:
@@ -130,15 +129,9 @@ class Text:
                 size += length
                 has_conversations = has_conversations or chunk.messages is not None
                 advance(length)
-        known = {"bytes": size, "has_conversations": has_conversations}
         with suppress(OSError):  # it can be read again
-            data = known | {"sha256": self._sign(known)}
-            atomic_write_bytes(kept, json.dumps(data).encode())
+            write_checked(kept, json.dumps([size, has_conversations]).encode())
         return size, has_conversations
-
-    def _sign(self, known: dict[str, object]) -> str:
-        """Hash what is known of this text, so that a damaged file of the cache is not believed."""
-        return hashlib.sha256(json.dumps([self.digest, known]).encode()).hexdigest()
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield the text, document by document, without empty ones.
@@ -375,8 +368,8 @@ def _find_problem(file: File, text_key: str) -> str | None:
 def _walk(folder: Path, problems: dict[Path, str]) -> Iterator[tuple[str, list[str]]]:
     """Walk a folder and those below it: each with its files, sorted, without hidden ones.
 
-    Symbolic links to folders are not followed, as they may form loops. Runs are no text, though
-    they may lie beside it. `problems` gets the folders that cannot be read.
+    Runs are no text, as they change while they are trained. Symbolic links to folders are not
+    followed, as they may form loops. `problems` gets the folders that cannot be read.
     """
 
     def note(error: OSError) -> None:
@@ -385,7 +378,7 @@ def _walk(folder: Path, problems: dict[Path, str]) -> Iterator[tuple[str, list[s
         )
 
     for root, folders, names in os.walk(folder, onerror=note):
-        if "request.yaml" in names or ("checkpoints" in folders and "config.yaml" in names):
+        if is_run(root):
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))

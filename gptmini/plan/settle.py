@@ -133,6 +133,10 @@ def say_text(request: Request, corpus: Corpus) -> None:
     """Show the text in tokens, and the base."""
     is_kind_chosen = request.config.base.run is None and request.stated.tokenizer.kind == "auto"
     say(corpus.format_summary("auto" if is_kind_chosen else ""))
+    if not len(corpus.tokenizer.encode(" ")):
+        warn(
+            f"{corpus.name}: its tokenizer drops spaces and line breaks, so texts are without them"
+        )
     if request.config.base.run is not None:
         say_base(request.config, corpus)
 

@@ -59,6 +59,7 @@ def export_page(
     `precision` is chosen by size if not given. Raises ConfigError for a model that is too large,
     DataError for a tokenizer that the page cannot run.
     """
+    files.check_replaceable(out, b"gptmini")
     precision = precision or choose_precision(run)
     page = build_page(run, precision, prompt)
     files.atomic_write_bytes(out, page)

@@ -184,9 +184,9 @@ def test_of_a_text_in_the_cache_nothing_is_decoded(tmp_path: Path, monkeypatch):
 
     monkeypatch.setattr("gptmini.data.text.read_documents", fail)
     assert prepared(path, "auto").tokenizer.vocab_size == first.tokenizer.vocab_size
-    (kept,) = (tmp_path / "cache").glob("*-size.json")
+    (kept,) = (tmp_path / "cache").glob("*.size")
     whole = kept.read_bytes()
-    size = json.loads(whole)["bytes"]
+    size = sum(file.text_bytes for file in first.training + first.validation)
     monkeypatch.undo()
     monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     for at in range(len(whole)):
@@ -277,7 +277,8 @@ def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind)
     assert prepared(text_file, kind).training[0].path == path
     assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
     for file, (whole, _) in made.items():
-        for damaged in (whole[: len(whole) // 2], b"x" * 200):
+        flips = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (9, 70, -9)]
+        for damaged in (whole[: len(whole) // 2], b"x" * 200, *flips):
             file.write_bytes(damaged)
             prepared(text_file, kind)
             assert file.read_bytes() == whole

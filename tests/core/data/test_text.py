@@ -157,10 +157,10 @@ def test_a_file_that_is_read_twice_is_reported(folder: Path, capsys, monkeypatch
 
 def test_runs_are_no_text(folder: Path, capsys):
     expected = texts(str(folder))
-    files = ("runs/a/request.yaml", "runs/a/checkpoints/step-1", "runs/b/config.yaml")
-    for name in (*files, "runs/b/checkpoints/x"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("no text")
+    for name in ("a/config.yaml", "a/request.yaml", "b/config.yaml", "b/checkpoints/step"):
+        path = folder / "runs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("no text")
     assert texts(str(folder)) == texts(f"{folder}/**") == expected
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "e.txt").write_text("chess")

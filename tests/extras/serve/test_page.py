@@ -11,9 +11,9 @@ import httpx
 import pytest
 import torch
 
-from gptmini.cli.serve import _build_page
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_served_page
+from gptmini.extras.serve.command import _build_page
 from gptmini.extras.serve.limits import Limits
 from gptmini.generate.run import Run, load_run
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
@@ -106,6 +106,7 @@ def without_server(page: bytes) -> str:
 
 def test_without_a_page_the_root_names_the_api(run: Run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gptmini.extras.page.export", None)
+    monkeypatch.delattr("gptmini.extras.page.export")
     assert _build_page(run, Limits()) is None
     with serving(run) as url:
         assert "/v1" in HTTP.get(url).text
@@ -363,4 +364,4 @@ def test_it_fits_a_phone_and_speaks_chinese(talking: Run, visit, monkeypatch, is
         tab.evaluate("startChat()")
         words = re.findall(r"[A-Za-z]{4,}", tab.locator("#chat").inner_text())
         assert set(words) <= {"Enter", "Shift"}
-    visit.wrong.clear()  # what the browser says of status 413
+    visit.wrong.clear()  # what the browser says of status 400
