@@ -1,4 +1,5 @@
-// What the page asks the server that gave it, and the chat. A file that was mailed asks nobody.
+// What the page asks the server that gave it: the chat, and the text of a model that is too large to
+// travel. A file that was mailed asks nobody.
 "use strict";
 
 // -- requests ------------------------------------------------------------------------------------
@@ -163,4 +164,69 @@ function startCount() {
     if (count === 1) return "";
     return sayText("speed", { count, rate: formatReal((count - 1) / seconds, 0) });
   };
+}
+
+// -- the text of a model that is too large -------------------------------------------------------
+//
+// The server continues the text. Looking inside is for models that travel.
+
+const remote = { text: "", running: null, problem: "", note: "" }; // running: an AbortController
+
+function buildRemotePage() {
+  makePlace("generate", "button.main", {
+    onclick: () => (remote.running ? remote.running.abort() : continueRemotely()),
+  });
+  fill(
+    document.querySelector("main"),
+    makeHeader(),
+    makeNavigation({ top: "toText" }),
+    makeChat(),
+    make(
+      "div.journey",
+      {},
+      makeTextCard(
+        makeTextBox(() => remote.running?.abort()),
+        make("div.row", {}, places.generate, makePlace("remoteNote", "small")),
+        makePlace("remoteProblem", "p.problem", { role: "alert" }),
+      ),
+      make("section.card", {}, makeSettings()),
+    ),
+    make("footer.note", {}, say("footServed")),
+  );
+  showRemote();
+}
+
+function showRemote() {
+  fill(places.generate, say(remote.running ? "stop" : "generate"));
+  fill(places.remoteProblem, remote.problem);
+  fill(places.remoteNote, remote.note);
+}
+
+/** Have the server continue the text in the box. */
+async function continueRemotely() {
+  const running = new AbortController();
+  const text = readBox(remote.text);
+  Object.assign(remote, { text, running, problem: "", note: "" });
+  showRemote();
+  const count = startCount();
+  const body = {
+    prompt: text,
+    max_tokens: Math.min(data.sample.max_new_tokens, data.server.max_tokens),
+    seed: state.sample.seed,
+    overflow: state.sample.overflow,
+    special: false,
+    ...pickSettings(),
+  };
+  try {
+    for await (const { choices } of askForEvents("v1/completions", body, running.signal)) {
+      remote.text += choices[0].text;
+      writeBox(remote.text);
+      remote.note = count();
+      showRemote();
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") remote.problem = error.message; // a stop is no problem
+  }
+  remote.running = null;
+  showRemote();
 }

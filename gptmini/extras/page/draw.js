@@ -1,7 +1,7 @@
 // What the page draws with: elements, bars, rows of numbers, maps. It knows nothing of models.
 "use strict";
 
-const SVG_TAGS = new Set(["svg", "path", "circle"]);
+const SVG_TAGS = new Set(["svg", "path"]);
 
 /** make("p.note", {title: "x", onclick: f, style: {width: "1px"}}, "text", child) is an element.
  *
@@ -218,33 +218,6 @@ function paintMap(canvas, T, weigh, maxSize = 512) {
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
-}
-
-/** Draw a pair of numbers as a point in the plane, before and after RoPE turns it by an angle. */
-function drawPlane(before, after, angle, radius) {
-  const place = ([x, y], share = 1) =>
-    `${((100 * share * x) / radius).toFixed(1)} ${((-100 * share * y) / radius).toFixed(1)}`;
-  const rest = angle % (2 * Math.PI);
-  const turn = (by) => [
-    before[0] * Math.cos(by) - before[1] * Math.sin(by),
-    before[0] * Math.sin(by) + before[1] * Math.cos(by),
-  ];
-  const arc = range(33).map((n) => place(turn((rest * n) / 32), 0.5));
-  const mark = (point, name) => {
-    const [cx, cy] = place(point).split(" ");
-    return make(`circle.${name}`, { cx, cy, r: 7 });
-  };
-  return make(
-    "svg.plane",
-    { viewBox: "-112 -112 224 224", "aria-hidden": "true" },
-    make("path.axis", { d: "M-110 0h220M0-110v220" }),
-    make("circle.ring", { r: 100 }),
-    make("path.before", { d: `M0 0L${place(before)}` }),
-    mark(before, "before"),
-    make("path.after", { d: `M0 0L${place(after)}` }),
-    mark(after, "after"),
-    make("path.turn", { d: `M${arc.join("L")}` }),
-  );
 }
 
 /** Move a choice by keys: `steps` has the step of each key, `go` takes one. */

@@ -35,7 +35,6 @@ PAGE_SCRIPTS = (  # in this order
     "views.js",
     "sections.js",
     "ask.js",
-    "remote.js",
     "page.js",
 )
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause

@@ -1,6 +1,6 @@
 // The page: a text box, and all that the model makes of it. This file has what the reader chose,
 // what the model computes on it, and the first screen; sections.js and views.js show the rest.
-// Where a server gave it, ask.js has a chat, and remote.js is the page of a model that is too large.
+// Where a server gave it, ask.js has a chat, and the page of a model that is too large.
 //
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
@@ -422,17 +422,10 @@ function makePlace(name, tag, options = {}, ...children) {
   return (places[name] = make(tag, options, ...children));
 }
 
-/** The text, what one can do with it, and its tokens. */
+/** The text, and what one can do with it. */
 function makeTextCard(...parts) {
-  return make(
-    "section.card",
-    { id: "top" },
-    make("label", { for: "text" }, make("h2", {}, say("yourText"))),
-    parts,
-    makePlace("tokensHeading", "h3"),
-    makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
-    makePlace("tokensHelp", "p.note"),
-  );
+  const heading = make("label", { for: "text" }, make("h2", {}, say("yourText")));
+  return make("section.card", { id: "top" }, heading, parts);
 }
 
 /** The box of the text, with the text that it had. */
@@ -498,6 +491,9 @@ function buildPage() {
       makeTextCard(
         makeTextBox(type, pause), // as each drawn token would move the cursor
         make("div.row", {}, places.generate, places.oneStep, places.stepBack),
+        makePlace("tokensHeading", "h3"),
+        makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
+        makePlace("tokensHelp", "p.note"),
       ),
       make(
         "section.card",
@@ -577,4 +573,4 @@ function openModel(text) {
 if (gpt) {
   darkMode.addEventListener("change", update);
   openModel(data.prompt || data.held_out);
-} else openRemotePage();
+} else buildRemotePage();

@@ -50,11 +50,7 @@ function spellCharacters(text) {
 }
 
 function spellNodes(token) {
-  return markSymbols(spell(token));
-}
-
-function markSymbols(pairs) {
-  return pairs.map(([text, isSymbol]) => (isSymbol ? make("span.symbol", {}, text) : text));
+  return spell(token).map(([text, isSymbol]) => (isSymbol ? make("span.symbol", {}, text) : text));
 }
 
 function label(token) {
@@ -502,9 +498,7 @@ function showArithmetic(layer, head, key) {
       () => makeVectors({ [sayText("valueOf", { token: labelAt(key) })]: part(looked.v, g) }),
       () => make("p", {}, say("cachePlain", { count: formatCount(2 * G * K), heads: G, size: K })),
     ),
-    step("position", () =>
-      showPosition(layer, head, key, part(query.qNormed, head), part(looked.kNormed, g), q, k),
-    ),
+    step("position", () => showPosition(attn, head)),
     step("score", () => showScore(q, k)),
     step(
       "table",
@@ -528,47 +522,10 @@ function showScore(q, k) {
   );
 }
 
-function showPosition(layer, head, key, qBefore, kBefore, q, k) {
-  const { attn } = now.gpt.blocks[layer];
-  if (attn.alibiSlopes !== null) {
-    return make("p", {}, say("alibiPlain", { slope: formatReal(attn.alibiSlopes[head], 4) }));
-  }
-  if (attn.frequencies === null) {
-    return make("p", {}, say(now.config.position === "learned" ? "learnedPlain" : "nonePlain"));
-  }
-  const half = attn.K / 2;
-  const pairOf = (vector, i) => [vector[i], vector[i + half]];
-  const product = (a, b, i) => a[i] * b[i] + a[i + half] * b[i + half];
-  const pair = findLargest(range(half).map((i) => Math.abs(product(q, k, i))));
-  const frequency = attn.frequencies[pair];
-  const radius = Math.max(Math.hypot(...pairOf(q, pair)), Math.hypot(...pairOf(k, pair))) || 1;
-  const planes = [
-    ["queryOf", now.at, qBefore, q],
-    ["keyOf", key, kBefore, k],
-  ].map(([title, place, before, after]) => {
-    const angle = now.entries[place].position * frequency;
-    const facts = { place, frequency: formatReal(frequency, 4), angle: formatReal(angle) };
-    return make(
-      "figure",
-      {},
-      make("figcaption", {}, make("b", {}, say(title, { token: labelAt(place) }))),
-      drawPlane(pairOf(before, pair), pairOf(after, pair), angle, radius),
-      make("p.note", {}, say("ropeTurn", facts)),
-    );
-  });
-  const shares = {
-    after: formatReal(product(q, k, pair)),
-    before: formatReal(product(qBefore, kBefore, pair)),
-    radius: formatReal(radius, 2),
-  };
-  return make(
-    "div",
-    {},
-    make("p", {}, say("ropePlain")),
-    make("p", {}, say("ropePair", { pair, first: pair, second: pair + half })),
-    make("div.planes", {}, planes),
-    make("p.note", {}, say("ropeShare", shares)),
-  );
+function showPosition({ alibiSlopes }, head) {
+  const { position } = now.config;
+  const slope = alibiSlopes && formatReal(alibiSlopes[head], 4);
+  return make("p", {}, say(`${position}Plain`, { slope }));
 }
 
 /** The table of keys, the strongest first: weight, q·k, scaled, distance, score. */

@@ -220,18 +220,6 @@ const WORDS = {
     "RoPE turns pairs of numbers by an angle that grows with the position, so that a product depends on the distance.",
     "RoPE 把成对的数旋转一个随位置增长的角度，于是乘积取决于距离。",
   ],
-  ropePair: [
-    "Pair {pair}, numbers {first} and {second}, counts most here.",
-    "此处影响最大的是第 {pair} 对：数 {first} 和 {second}。",
-  ],
-  ropeTurn: [
-    "at position {place}, turned by {place} × {frequency} = {angle} rad",
-    "位置 {place}，旋转 {place} × {frequency} = {angle} 弧度",
-  ],
-  ropeShare: [
-    "This pair's share of q·k is {after}; without turning it would be {before}. Hollow: before turning, filled: after. The circle has radius {radius} in both.",
-    "这一对在 q·k 中占 {after}；若不旋转则为 {before}。空心：旋转前，实心：旋转后。两圆半径均为 {radius}。",
-  ],
   alibiPlain: [
     "ALiBi takes from each score the distance times the slope of this head, {slope}: the farther, the less.",
     "ALiBi 从每个分数中减去距离乘以这个头的斜率 {slope}：越远越小。",
@@ -348,11 +336,6 @@ const WORDS = {
   newChat: ["New conversation", "新对话"],
   answerCut: ["The answer ends here: there is no room for more.", "放不下更多，回答到此为止。"],
   speed: ["{count} tokens, {rate} per second", "{count} 个词元，每秒 {rate} 个"],
-  cameRemotely: ["In the text came {token}: {chance}.", "文本中是 {token}：{chance}。"],
-  barsRemotely: [
-    "The likeliest tokens, as the server lists them, at temperature 1 and before the filters.",
-    "服务器列出的最可能的词元，温度为 1，过滤之前。",
-  ],
 };
 
 let language = navigator.language.startsWith("zh") ? "zh" : "en";

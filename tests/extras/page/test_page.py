@@ -780,16 +780,3 @@ def test_a_neuron_pushes_what_its_column_raises_as_it_fires(visit):
     assert min(firing for firing, _ in rows) < 0
     shown = tab.locator(".neurons tbody tr td:last-child").all_inner_texts()
     assert shown == [token for _, token in rows]
-
-
-def test_a_pair_is_drawn_as_it_turns(visit):
-    tab = opened(visit, random_run())
-    drawn = tab.evaluate("""() => {
-      const drawing = drawPlane([2, 0], [0, 2], Math.PI / 2, 2);
-      const place = (name) => ["cx", "cy"].map(
-        (key) => Number(drawing.querySelector(`circle.${name}`).getAttribute(key)));
-      return [place("before"), place("after"), drawing.querySelector(".turn").getAttribute("d")];
-    }""")
-    assert drawn[:2] == [[100, 0], [0, -100]]  # up is negative in SVG
-    assert drawn[2].startswith("M50.0 ")
-    assert drawn[2].endswith("L0.0 -50.0")
