@@ -5,6 +5,11 @@
 // written as JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml.
 // There is no batch: a pass reads T tokens of one text.
 //
+// Behind `forward` stands `backward`, written out: PyTorch derives it. It takes what went in and the
+// gradient of what came out, d…, writes those of its weights into `gradients`, by the names of the
+// weights, and returns that of what went in. All but the smallest are generators that pause between
+// two products, so that a page can do something else in between.
+//
 // Numbers are stored in float32 and summed in float64, so results are those of PyTorch in float32
 // up to rounding. A tensor is a flat Float32Array, its shape stands in the comment behind it.
 //
@@ -204,6 +209,7 @@ function translatePattern(pattern) {
 /** A weight (N, D) and perhaps a bias (N,). */
 class Linear {
   constructor(weights, name) {
+    this.name = name;
     this.weight = weights[`${name}.weight`]; // (N, D)
     this.bias = weights[`${name}.bias`] ?? null; // (N,)
   }
@@ -211,6 +217,17 @@ class Linear {
   /** (T, D) -> (T, N) */
   forward(x, T) {
     return multiply(x, this.weight, this.bias, T);
+  }
+
+  /** x (T, D), dOut (T, N) -> dX (T, D) */
+  *backward(x, dOut, T, gradients) {
+    const N = dOut.length / T;
+    if (this.bias !== null) gradients[`${this.name}.bias`] = sumRows(dOut, T); // (N,)
+    gradients[`${this.name}.weight`] = multiplyTransposed(dOut, x, T); // (N, D)
+    yield;
+    const dX = multiply(dOut, transpose(this.weight, N), null, T);
+    yield;
+    return dX;
   }
 }
 
@@ -300,6 +317,31 @@ function multiplyOne(x, weight, t, D, N, out) {
   }
 }
 
+/** a (T, N), transposed, times b (T, D): (N, D). */
+function multiplyTransposed(a, b, T) {
+  return multiply(transpose(a, T), transpose(b, T), null, a.length / T);
+}
+
+/** a (rows, columns) -> (columns, rows) */
+function transpose(a, rows) {
+  const columns = a.length / rows;
+  const out = new Float32Array(a.length);
+  for (let row = 0; row < rows; row++) {
+    for (let column = 0; column < columns; column++) {
+      out[column * rows + row] = a[row * columns + column];
+    }
+  }
+  return out;
+}
+
+/** The sum (N,) of the rows of a (T, N). */
+function sumRows(a, T) {
+  const N = a.length / T;
+  const sums = new Float64Array(N);
+  for (let i = 0; i < a.length; i++) sums[i % N] += a[i];
+  return Float32Array.from(sums);
+}
+
 /** The dot product of `length` numbers of a, from i on, and of b, from j on. */
 function dot(a, i, b, j, length) {
   let sum0 = 0;
@@ -330,7 +372,10 @@ function createNorm(config, weights, name) {
 
 /** (x - mean) / √(variance + eps) · weight + bias, row by row. */
 class LayerNorm {
+  takesMean = true;
+
   constructor(weights, name, eps) {
+    this.name = name;
     this.weight = weights[`${name}.weight`]; // (D,)
     this.bias = weights[`${name}.bias`] ?? null; // (D,)
     this.eps = eps;
@@ -359,10 +404,42 @@ class LayerNorm {
     }
     return out;
   }
+
+  /** x (T, D), dOut (T, D) -> dX (T, D)
+   *
+   * A number moves its own output, and those of all through the scale and the mean.
+   */
+  backward(x, dOut, gradients) {
+    const D = this.weight.length;
+    const dX = new Float32Array(x.length);
+    const dWeight = new Float64Array(D);
+    const row = new Float64Array(D); // normed, without weight and bias
+    const dRow = new Float64Array(D);
+    for (let start = 0; start < x.length; start += D) {
+      const { mean, scale } = this.measure(x, start);
+      let sum = 0;
+      for (let d = 0; d < D; d++) {
+        row[d] = (x[start + d] - mean) * scale;
+        dRow[d] = dOut[start + d] * this.weight[d];
+        dWeight[d] += dOut[start + d] * row[d];
+        sum += dRow[d];
+      }
+      const throughMean = this.takesMean ? sum / D : 0;
+      const throughScale = dot(dRow, 0, row, 0, D) / D;
+      for (let d = 0; d < D; d++) {
+        dX[start + d] = scale * (dRow[d] - throughMean - row[d] * throughScale);
+      }
+    }
+    gradients[`${this.name}.weight`] = Float32Array.from(dWeight);
+    if (this.bias !== null) gradients[`${this.name}.bias`] = sumRows(dOut, x.length / D);
+    return dX;
+  }
 }
 
 /** x / √(mean square + eps) · weight: a LayerNorm that takes no mean and has no bias. */
 class RMSNorm extends LayerNorm {
+  takesMean = false;
+
   measure(x, start) {
     const D = this.weight.length;
     return { mean: 0, scale: 1 / Math.sqrt(dot(x, start, x, start, D) / D + this.eps) };
@@ -384,6 +461,8 @@ class MLP {
   forward(x, T, record = null) {
     const up = this.upProj.forward(x, T); // (T, d_ff)
     const gate = this.gateProj?.forward(x, T); // (T, d_ff)
+    keep(record, "up", up);
+    if (gate) keep(record, "gate", gate);
     const inner = up.map((value, i) => {
       if (this.activation === "swiglu") return silu(gate[i]) * value;
       if (this.activation === "relu2") return Math.max(value, 0) ** 2;
@@ -392,15 +471,42 @@ class MLP {
     keep(record, "inner", inner);
     return this.downProj.forward(inner, T); // (T, D)
   }
+
+  /** x (T, D), dOut (T, D) -> dX (T, D); `record` has what `forward` kept. */
+  *backward(x, dOut, T, record, gradients) {
+    const up = gather(record, "up"); // (T, d_ff)
+    const dInner = yield* this.downProj.backward(gather(record, "inner"), dOut, T, gradients);
+    if (this.activation !== "swiglu") {
+      const slope = this.activation === "relu2" ? (value) => 2 * Math.max(value, 0) : slopeOfGelu;
+      const dUp = dInner.map((d, i) => d * slope(up[i]));
+      return yield* this.upProj.backward(x, dUp, T, gradients);
+    }
+    const gate = gather(record, "gate"); // (T, d_ff)
+    const dUp = dInner.map((d, i) => d * silu(gate[i]));
+    const dGate = dInner.map((d, i) => d * up[i] * slopeOfSilu(gate[i]));
+    const throughUp = yield* this.upProj.backward(x, dUp, T, gradients);
+    return add(throughUp, yield* this.gateProj.backward(x, dGate, T, gradients));
+  }
 }
 
 function silu(x) {
   return x / (1 + Math.exp(-x));
 }
 
+function slopeOfSilu(x) {
+  const share = 1 / (1 + Math.exp(-x));
+  return share * (1 + x * (1 - share));
+}
+
 /** GELU in GPT-2's tanh form. */
 function gelu(x) {
   return 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
+}
+
+function slopeOfGelu(x) {
+  const inside = Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3);
+  const slope = Math.sqrt(2 / Math.PI) * (1 + 3 * 0.044715 * x ** 2);
+  return 0.5 * (1 + Math.tanh(inside)) + (0.5 * x * slope) / Math.cosh(inside) ** 2;
 }
 
 /** Compute the angles (K/2,), in radians per position, by which RoPE turns the pairs. */
@@ -540,12 +646,12 @@ class Attention {
     let q = this.qProj.forward(x, T);
     let k = this.kProj.forward(x, T);
     const v = this.vProj.forward(x, T);
+    keep(record, "qProjected", q);
+    keep(record, "kProjected", k);
     if (this.qNorm !== null) {
       q = this.qNorm.forward(q);
       k = this.kNorm.forward(k);
     }
-    keep(record, "qNormed", q);
-    keep(record, "kNormed", k);
     if (this.frequencies !== null) {
       q = applyRotary(q, this.frequencies, start, T);
       k = applyRotary(k, this.frequencies, start, T);
@@ -554,6 +660,26 @@ class Attention {
     keep(record, "k", k);
     keep(record, "v", v);
     return { q, k, v };
+  }
+
+  /** x (T, D), dOut (T, D) -> dX (T, D); `record` has what `forward` kept of a whole text. */
+  *backward(x, dOut, T, record, gradients) {
+    const dMixed = yield* this.oProj.backward(gather(record, "mixed"), dOut, T, gradients);
+    let { dQ, dK, dV } = this.unmix(dMixed, T, record); // (T, H, K), (T, G, K) twice
+    yield;
+    if (this.frequencies !== null) {
+      const back = this.frequencies.map((frequency) => -frequency);
+      dQ = applyRotary(dQ, back, 0, T);
+      dK = applyRotary(dK, back, 0, T);
+    }
+    if (this.qNorm !== null) {
+      dQ = this.qNorm.backward(gather(record, "qProjected"), dQ, gradients);
+      dK = this.kNorm.backward(gather(record, "kProjected"), dK, gradients);
+    }
+    const throughQ = yield* this.qProj.backward(x, dQ, T, gradients);
+    const throughK = yield* this.kProj.backward(x, dK, T, gradients);
+    const throughV = yield* this.vProj.backward(x, dV, T, gradients);
+    return add(add(throughQ, throughK), throughV);
   }
 
   /** Average, for each query, the values that it sees: q (T, H, K) -> (T, H, K). */
@@ -579,6 +705,36 @@ class Attention {
     }
     keep(record, "mixed", mixed);
     return mixed;
+  }
+
+  /** dMixed (T, H, K) -> dQ (T, H, K), dK and dV (T, G, K). */
+  unmix(dMixed, T, record) {
+    const { H, G, K } = this;
+    const dQ = new Float32Array(T * H * K);
+    const dK = new Float32Array(T * G * K);
+    const dV = new Float32Array(T * G * K);
+    for (const [t, { q, weights }] of record.entries()) {
+      const S = t + 1;
+      for (let h = 0; h < H; h++) {
+        const g = Math.floor(h / (H / G));
+        const at = (t * H + h) * K;
+        const row = weights.subarray(h * S, (h + 1) * S);
+        // What a weight gains depends on its value; softmax takes from each what all gain on average.
+        const dWeights = Float64Array.from(row, (_, s) => dot(dMixed, at, record[s].v, g * K, K));
+        const mean = dot(dWeights, 0, row, 0, S);
+        for (let s = 0; s < S; s++) {
+          if (row[s] === 0) continue; // hidden
+          const dScore = (row[s] * (dWeights[s] - mean)) / Math.sqrt(K);
+          const start = (s * G + g) * K;
+          for (let i = 0; i < K; i++) {
+            dQ[at + i] += dScore * record[s].k[g * K + i];
+            dK[start + i] += dScore * q[h * K + i];
+            dV[start + i] += row[s] * dMixed[at + i];
+          }
+        }
+      }
+    }
+    return { dQ, dK, dV };
   }
 
   /** Fill the scores (S,) of a query (K,) on all keys so far: q·k / √K, -∞ where it is blind. */
@@ -706,6 +862,18 @@ class Block {
     keep(record, "mlp", mlp);
     return add(middle, mlp);
   }
+
+  /** dOut (T, D) -> dX (T, D); `record` has what `forward` kept of a whole text. */
+  *backward(dOut, T, record, gradients) {
+    const middle = gather(record, "middle"); // (T, D)
+    const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
+    const dMlpNormed = yield* this.mlp.backward(mlpNormed, dOut, T, record, gradients);
+    const dMiddle = add(dOut, this.mlpNorm.backward(middle, dMlpNormed, gradients)); // (T, D)
+    const x = gather(record, "x"); // (T, D)
+    const attnNormed = this.attnNorm.forward(x); // (T, D)
+    const dAttnNormed = yield* this.attn.backward(attnNormed, dMiddle, T, record, gradients);
+    return add(dMiddle, this.attnNorm.backward(x, dAttnNormed, gradients)); // (T, D)
+  }
 }
 
 /** A pre-norm decoder-only transformer.
@@ -716,6 +884,7 @@ class Block {
 class GPT {
   constructor(config, weights) {
     this.config = config;
+    this.weights = weights;
     this.embed = weights["embed.weight"]; // (V, D)
     this.positions = weights["positions.weight"] ?? null; // (context, D), learned positions
     this.blocks = Array.from({ length: config.n_layer }, (_, l) => new Block(config, weights, l));
@@ -753,6 +922,40 @@ class GPT {
       record.push(...entries);
     }
     return logits;
+  }
+
+  /** The gradients of `computeLoss`, by the names of the weights; `record` is that of a `Reader`. */
+  *backward(record) {
+    const { d_model: D, vocab_size: V } = this.config;
+    const T = record.length;
+    const gradients = {};
+    const dLogits = new Float32Array(T * V); // behind the last token nothing came: it stays 0
+    for (let t = 0; t + 1 < T; t++) {
+      const chances = softmax(record[t].logits); // (V,)
+      chances[record[t + 1].token] -= 1;
+      dLogits.set(chances.map((d) => d / (T - 1)), t * V);
+    }
+    const dHead = multiplyTransposed(dLogits, gather(record, "hidden"), T); // (V, D)
+    yield;
+    const dHidden = multiply(dLogits, transpose(this.head, V), null, T); // (T, D)
+    yield;
+    let dX = this.finalNorm.backward(gather(record, "x"), dHidden, gradients); // (T, D)
+    for (const [layer, block] of [...this.blocks.entries()].reverse()) {
+      const recordOfLayer = record.map(({ layers }) => layers[layer]);
+      dX = yield* block.backward(dX, T, recordOfLayer, gradients);
+    }
+    const isTied = this.head === this.embed;
+    const dEmbed = isTied ? dHead : new Float32Array(V * D);
+    if (!isTied) gradients["head.weight"] = dHead;
+    for (const [t, { token }] of record.entries()) {
+      for (let d = 0; d < D; d++) dEmbed[token * D + d] += dX[t * D + d];
+    }
+    gradients["embed.weight"] = dEmbed;
+    if (this.positions !== null) {
+      gradients["positions.weight"] = new Float32Array(this.positions.length);
+      gradients["positions.weight"].set(dX); // a text begins at position 0
+    }
+    return gradients;
   }
 
   /** Tokens (T,) from position `start` on -> (T, D). */
@@ -809,6 +1012,60 @@ function keep(entries, name, rows) {
   }
 }
 
+/** The rows under a name as one array (T, ...): what `keep` took apart. */
+function gather(entries, name) {
+  const width = entries[0][name].length;
+  const rows = new Float32Array(entries.length * width);
+  for (const [t, entry] of entries.entries()) rows.set(entry[name], t * width);
+  return rows;
+}
+
+// -- learning ------------------------------------------------------------------------------------
+
+/** The mean loss, in nats, of the tokens of a record after those before them; NaN of a single one. */
+function computeLoss(record) {
+  let sum = 0;
+  for (let t = 0; t + 1 < record.length; t++) sum += surprise(record[t].logits, record[t + 1].token);
+  return sum / (record.length - 1);
+}
+
+/** -log of the probability that logits (V,) give to a token. */
+function surprise(logits, token) {
+  const highest = logits.reduce((a, b) => Math.max(a, b));
+  const sum = logits.reduce((total, logit) => total + Math.exp(logit - highest), 0);
+  return Math.log(sum) + highest - logits[token];
+}
+
+/** AdamW as `torch.optim.AdamW` has it when nothing is set; two moments for each weight. */
+class AdamW {
+  rate = 1e-3;
+  decay = 0.01;
+  betas = [0.9, 0.999];
+  eps = 1e-8;
+  step = 0;
+  moments = {};
+
+  /** Move each weight by its gradient, both by name. */
+  update(weights, gradients) {
+    this.step += 1;
+    const [beta1, beta2] = this.betas;
+    const correction1 = 1 - beta1 ** this.step; // as the moments begin at 0
+    const correction2 = 1 - beta2 ** this.step;
+    for (const [name, gradient] of Object.entries(gradients)) {
+      const weight = weights[name];
+      this.moments[name] ??= [weight, weight].map(({ length }) => new Float32Array(length));
+      const [means, squares] = this.moments[name];
+      for (let i = 0; i < weight.length; i++) {
+        means[i] = beta1 * means[i] + (1 - beta1) * gradient[i];
+        squares[i] = beta2 * squares[i] + (1 - beta2) * gradient[i] ** 2;
+        const size = Math.sqrt(squares[i] / correction2) + this.eps;
+        weight[i] *= 1 - this.rate * this.decay;
+        weight[i] -= (this.rate * means[i]) / correction1 / size;
+      }
+    }
+  }
+}
+
 // -- looking inside ------------------------------------------------------------------------------
 
 /** Reads a text that changes: what is still the same at its beginning is not computed again.
@@ -818,14 +1075,15 @@ function keep(entries, name, rows) {
  * the final norm, and logits (V,). Each of `layers` has, in the order of computation:
  *
  *   x (D,)                                     the residual stream before the layer
- *   qNormed (H, K), kNormed (G, K)             after QK-norm, or as projected
- *   q (H, K), k (G, K)                         after RoPE, or as normed
+ *   qProjected (H, K), kProjected (G, K)
+ *   q (H, K), k (G, K)                         after QK-norm and RoPE
  *   v (G, K)
  *   scores (H, S), S = position + 1            with ALiBi; -∞ where a key is hidden
  *   weights (H, S)
  *   mixed (H, K)                               replaced where a head is off
  *   attn (D,)                                  what attention adds
  *   middle (D,)                                the residual stream after attention
+ *   up (d_ff,), gate (d_ff,)                   before the activation; gate with swiglu only
  *   inner (d_ff,)                              after the activation
  *   mlp (D,)                                   what the MLP adds
  */
@@ -856,6 +1114,12 @@ class Reader {
       this.gpt.forward(tokens.slice(same), this.cache, { off, record: this.record });
     }
     return this.record.at(-1).logits;
+  }
+
+  /** Forget what was read, as the weights have changed. */
+  forget() {
+    this.record.length = 0;
+    this.other?.forget();
   }
 }
 
