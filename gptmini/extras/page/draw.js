@@ -130,6 +130,17 @@ function drawVector(vector, scale) {
   );
 }
 
+/** Rows of numbers from 0 to `scale` as lines over their index. */
+function drawCurves(rows, scale) {
+  const width = Math.max(1, rows[0].length - 1);
+  const point = (y, x) => `${x} ${(100 - (100 * y) / scale).toFixed(2)}`;
+  return make(
+    "svg.curves",
+    { viewBox: `0 0 ${width} 100`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    rows.map((row) => make("path", { d: `M${row.map(point).join("L")}` })),
+  );
+}
+
 /** Named vectors of one kind, on one scale: bars, what they stand for and, on demand, each number. */
 function makeVectors(entries) {
   const scale = findScale(...Object.values(entries));

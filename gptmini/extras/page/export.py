@@ -34,6 +34,7 @@ PAGE_SCRIPTS = (  # in this order
     "draw.js",
     "views.js",
     "sections.js",
+    "learn.js",
     "ask.js",
     "page.js",
 )

@@ -1036,9 +1036,9 @@ function surprise(logits, token) {
   return Math.log(sum) + highest - logits[token];
 }
 
-/** AdamW as `torch.optim.AdamW` has it when nothing is set; two moments for each weight. */
+/** AdamW as `torch.optim.AdamW` has it, by default but for the rate; two moments for each weight. */
 class AdamW {
-  rate = 1e-3;
+  rate = 3e-4; // slow enough to watch
   decay = 0.01;
   betas = [0.9, 0.999];
   eps = 1e-8;
@@ -1049,8 +1049,7 @@ class AdamW {
   update(weights, gradients) {
     this.step += 1;
     const [beta1, beta2] = this.betas;
-    const correction1 = 1 - beta1 ** this.step; // as the moments begin at 0
-    const correction2 = 1 - beta2 ** this.step;
+    this.begun = this.betas.map((beta) => 1 - beta ** this.step); // as the moments begin at 0
     for (const [name, gradient] of Object.entries(gradients)) {
       const weight = weights[name];
       this.moments[name] ??= [weight, weight].map(({ length }) => new Float32Array(length));
@@ -1058,11 +1057,16 @@ class AdamW {
       for (let i = 0; i < weight.length; i++) {
         means[i] = beta1 * means[i] + (1 - beta1) * gradient[i];
         squares[i] = beta2 * squares[i] + (1 - beta2) * gradient[i] ** 2;
-        const size = Math.sqrt(squares[i] / correction2) + this.eps;
-        weight[i] *= 1 - this.rate * this.decay;
-        weight[i] -= (this.rate * means[i]) / correction1 / size;
+        const { mean, root } = this.measure(means, squares, i);
+        weight[i] = weight[i] * (1 - this.rate * this.decay) - (this.rate * mean) / root;
       }
     }
+  }
+
+  /** The mean of a weight's gradients, and the root of that of their squares: recent ones count most. */
+  measure(means, squares, i) {
+    const [begun1, begun2] = this.begun;
+    return { mean: means[i] / begun1, root: Math.sqrt(squares[i] / begun2) + this.eps };
   }
 }
 
@@ -1509,8 +1513,13 @@ function decodeWeights(tensors, bytes) {
  */
 function openPage(document) {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const bytes = decodeBase64(document.getElementById("weights").textContent);
-  if (!bytes.length) return { data, gpt: null, tokenizer: null };
-  const gpt = new GPT(data.config, decodeWeights(data.tensors, bytes));
+  if (!document.getElementById("weights").textContent) return { data, gpt: null, tokenizer: null };
+  const gpt = new GPT(data.config, readWeights(document, data));
   return { data, gpt, tokenizer: createTokenizer(data.tokenizer) };
+}
+
+/** Read the weights by name that a page holds. */
+function readWeights(document, data) {
+  const bytes = decodeBase64(document.getElementById("weights").textContent);
+  return decodeWeights(data.tensors, bytes);
 }

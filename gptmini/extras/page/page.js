@@ -23,6 +23,7 @@ const state = {
   key: null, // null: the strongest
   neuron: null, // null: the strongest
   off: { heads: [], mlps: [], layers: [], attentions: [] },
+  number: null, // of the embedding whose update is shown; null: the one of the largest gradient
   other: "", // the second text, from which parts that are off are taken
   hasTyped: false,
 };
@@ -35,6 +36,7 @@ let typing = null; // a timer, while a text that was typed waits to be read
 let updateTime = 0; // milliseconds that reading and showing a text took last
 const places = {}; // the elements that are filled again and again
 let textBox;
+let openingTokens; // of the text that the page opened with
 let written = ""; // what the box held when a text was written into it
 
 // -- what the model computes ---------------------------------------------------------------------
@@ -94,7 +96,7 @@ function compute() {
     config: reader.gpt.config,
     tokens,
     T,
-    entries: reader.record,
+    entries: [...reader.record], // which a step of learning empties
     at,
     entry,
     next,
@@ -208,6 +210,7 @@ const DELAY = 60; // milliseconds between two tokens, slow enough to watch
 
 /** Draw a token after the other until the text ends, the reader stops it, or there are many. */
 function generate() {
+  pause();
   let left = data.sample.max_new_tokens;
   const step = () => {
     drawNext();
@@ -223,6 +226,7 @@ function generate() {
 function pause() {
   clearTimeout(timer);
   timer = null;
+  if (learning) learning.run = null;
   showControls();
 }
 
@@ -240,6 +244,7 @@ function showControls() {
   places.generate.disabled = timer === null && hasEnded;
   places.oneStep.disabled = hasEnded;
   places.stepBack.disabled = continuation.tokens.length === 0;
+  showLearnControls();
 }
 
 function showTokens() {
@@ -247,10 +252,12 @@ function showTokens() {
   const { children } = places.tokens;
   for (const [place, token] of now.tokens.entries()) {
     // What is shown already stays, as a key changes few of them.
-    const shown = [token, place === now.at, place >= nPrompt].join();
+    const surprising = learning && place > 0 ? measureSurprise(place) : null;
+    const shown = [token, place === now.at, place >= nPrompt, surprising].join();
     if (children[place]?.dataset.shown === shown) continue;
     const chip = makeChip(token, place, "chip", sayText("inText", { place }));
     if (place >= nPrompt) chip.classList.add("drawn");
+    if (surprising !== null) tint(chip, surprising);
     chip.dataset.shown = shown;
     if (children[place]) children[place].replaceWith(chip);
     else places.tokens.append(chip);
@@ -263,6 +270,7 @@ function showTokens() {
   const total = continuation.promptTokens.length + continuation.tokens.length;
   const notes = [
     say("tokensHelp"),
+    learning ? say("surpriseHelp") : null,
     continuation.tokens.length ? say("writtenHelp") : null,
     hasBytes ? say("bytesHelp") : null,
     ...special.map(([, token]) => say("specialHelp", { token: label(token) })),
@@ -276,6 +284,11 @@ function showTokens() {
     places.tokensHelp,
     notes.filter(Boolean).flatMap((note) => [...note, " "]),
   );
+}
+
+/** How unlikely the token at a place was after those before it: 0 if it was certain, up to 1. */
+function measureSurprise(place) {
+  return 1 - softmax(now.entries[place - 1].logits)[now.tokens[place]];
 }
 
 /** A slider over the values of a filter, with its value and a sentence on what it does. */
@@ -403,23 +416,26 @@ function countWeights() {
 /** The sliders of the filters, and what they remove. */
 function makeSettings() {
   const others = listOtherSettings();
-  const settings = make("details", { id: "settings" }, make("summary", {}, say("settingsHeading")));
-  settings.open = document.getElementById("settings")?.open ?? false; // as it was
-  settings.append(
-    make(
-      "div",
-      {},
-      make("div.bars", {}, makeFilterSliders(), makeSeedField()),
-      makePlace("filters", "div.removed", { "aria-live": "polite" }),
-      others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
-    ),
+  return makeKeptOpen(
+    "details",
+    { id: "settings" },
+    say("settingsHeading"),
+    make("div.bars", {}, makeFilterSliders(), makeSeedField()),
+    makePlace("filters", "div.removed", { "aria-live": "polite" }),
+    others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
   );
-  return settings;
 }
 
 /** An element that is filled again and again. */
 function makePlace(name, tag, options = {}, ...children) {
   return (places[name] = make(tag, options, ...children));
+}
+
+/** What opens when its title is pressed, and is as open as it was before the page was built anew. */
+function makeKeptOpen(tag, options, title, ...children) {
+  const details = make(tag, options, make("summary", {}, title), children);
+  details.open = document.getElementById(options.id)?.open ?? false;
+  return details;
 }
 
 /** The text, and what one can do with it. */
@@ -466,16 +482,9 @@ function buildPage() {
     else typing = setTimeout(update, 200);
   };
   const fold = (name, heading, ...parts) => {
-    const details = make(
-      "details.card",
-      { id: name },
-      make("summary", {}, make("h2", {}, say(heading))),
-      parts,
-      makePlace(name, "div"),
-    );
-    details.open = document.getElementById(name)?.open ?? false; // as it was
-    details.addEventListener("toggle", () => update());
-    return details;
+    const options = { id: name, ontoggle: () => update() };
+    const title = make("h2", {}, say(heading));
+    return makeKeptOpen("details.card", options, title, parts, makePlace(name, "div"));
   };
   makePlace("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
   makePlace("oneStep", "button", { onclick: drawOne }, say("oneStep"));
@@ -491,9 +500,11 @@ function buildPage() {
       makeTextCard(
         makeTextBox(type, pause), // as each drawn token would move the cursor
         make("div.row", {}, places.generate, places.oneStep, places.stepBack),
+        makeLearning(),
         makePlace("tokensHeading", "h3"),
         makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
         makePlace("tokensHelp", "p.note"),
+        makeLastStep(),
       ),
       make(
         "section.card",
@@ -541,6 +552,7 @@ function update() {
   compute();
   showControls();
   showTokens();
+  showLearning();
   showExpectation();
   showPath();
   showStation();
@@ -564,6 +576,7 @@ function openModel(text) {
     for (let n = 0; n < 24 && continuation.finishReason === null; n++) continuation.next();
     readText(continuation.text.trim());
   }
+  openingTokens = continuation.context;
   // The last but one: there one sees what came.
   const length = continuation.context.length;
   state.place = length > 1 ? length - 2 : null;

@@ -240,18 +240,19 @@ function showStation() {
     make("p", {}, plain),
     body,
     makeStep("facts", say("factsHeading"), () =>
-      make(
-        "dl.facts",
-        {},
-        Object.entries(facts)
-          .filter(([, value]) => value)
-          .map(([key, value]) => [
-            make("dt", {}, say(key)),
-            make("dd", {}, make("code", {}, value)),
-          ]),
-      ),
+      makeFacts(facts),
     ),
     make("div.row.go", {}, go(-1, "previousStation"), go(1, "nextStation")),
+  );
+}
+
+/** A list of names and what stands in code under each. */
+function makeFacts(facts) {
+  const pairs = Object.entries(facts).filter(([, value]) => value);
+  return make(
+    "dl.facts",
+    {},
+    pairs.map(([key, value]) => [make("dt", {}, say(key)), make("dd", {}, make("code", {}, value))]),
   );
 }
 

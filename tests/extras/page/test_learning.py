@@ -69,7 +69,7 @@ def test_gradients_and_steps_are_those_of_pytorch(visit, seed):
     tokens = [draw.randrange(257) for _ in range(draw.randint(2, CONTEXT))]
     losses, gradients, weights = visit(build_page(run)).evaluate(LEARN, [tokens, 5])
     model = rounded(run, "bfloat16").model.double()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     text = torch.tensor(tokens)
     for step in range(5):
         optimizer.zero_grad()

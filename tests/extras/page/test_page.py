@@ -780,3 +780,140 @@ def test_a_neuron_pushes_what_its_column_raises_as_it_fires(visit):
     assert min(firing for firing, _ in rows) < 0
     shown = tab.locator(".neurons tbody tr td:last-child").all_inner_texts()
     assert shown == [token for _, token in rows]
+
+
+LEARNT = """([text, steps]) => {
+  const { gpt, tokenizer } = opened;
+  const reader = new Reader(gpt);
+  const optimizer = new AdamW();
+  const embeds = [gpt.embed.slice()];
+  let walk;
+  for (let step = 0; step < steps; step++) {
+    reader.forget();
+    reader.read(tokenizer.encode(text));
+    const pauses = gpt.backward(reader.record);
+    do walk = pauses.next(); while (!walk.done);
+    optimizer.update(gpt.weights, walk.value);
+    embeds.push(gpt.embed.slice());
+  }
+  globalThis.learnt = { embeds, gradients: walk.value };
+}"""
+SAME_WEIGHTS = """() => Object.entries(opened.gpt.weights).every(([name, values]) =>
+  values.every((value, i) => Object.is(value, gpt.weights[name][i])))"""
+NOTHING_RUNS = "() => learning?.run === null"
+
+
+def test_it_learns_the_text_and_all_follows(visit):
+    tab = opened(visit, random_run("gpt2"))
+    step, undo = (tab.get_by_role("button", name=name) for name in ("One step", "Undo learning"))
+    before = bars(tab)
+    assert undo.is_disabled()
+    assert tab.locator("#lastStep").is_hidden()
+    tab.evaluate("gpt.meanHead")  # which is kept
+    for _ in range(3):
+        step.click()
+        tab.wait_for_function(NOTHING_RUNS)
+    tab.evaluate(LEARNT, [PROMPT, 3])
+    assert tab.evaluate(SAME_WEIGHTS)
+    assert tab.evaluate("gpt.meanHead.join() === opened.gpt.meanHead.join()")
+    check_bars(tab, tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT))
+    said = tab.locator("#top p", has_text="Loss after 3 steps")
+    losses = [float(x) for each in said.locator("b").all_inner_texts() for x in each.split(" → ")]
+    assert losses[1] < losses[0] - 0.3
+    assert losses == losses[:2] * 2  # the page opened with this text
+    text = list(PROMPT.encode())
+    chances = tab.evaluate(
+        "text => Array.from(text, (_, at) => chances(fresh(text, at).logits, 1))", PROMPT
+    )
+    assert losses[1] == pytest.approx(cross_entropy(chances, text), abs=0.006)
+    shades = "chips => chips.map((chip) => chip.style.backgroundColor)"
+    colors = tab.locator("#top .chip").evaluate_all(shades)
+    expected = "shares => shares.map((share) => `rgb(${colorOf(share).join(', ')})`)"
+    shares = [1 - chances[t][token] for t, token in enumerate(text[1:])]
+    assert colors == ["", *tab.evaluate(expected, shares)]
+    undo.click()
+    assert tab.evaluate("learning") is None
+    assert not tab.evaluate(SAME_WEIGHTS)
+    tab.evaluate("globalThis.opened = openPage(document)")
+    assert tab.evaluate(SAME_WEIGHTS)
+    assert bars(tab) == before
+    assert not any(tab.locator("#top .chip").evaluate_all(shades))
+    assert tab.locator(".curves").count() == 0
+    assert tab.locator("#lastStep").is_hidden()
+
+
+def cross_entropy(chances: list[list[float]], text: list[int]) -> float:
+    rows = torch.tensor(chances)[:-1]
+    return -rows.log().gather(1, torch.tensor(text)[1:, None]).mean().item()
+
+
+def test_a_step_is_shown_in_numbers(visit):
+    tab = opened(visit, random_run())
+    for _ in range(2):
+        tab.get_by_role("button", name="One step").click()
+        tab.wait_for_function(NOTHING_RUNS)
+    tab.locator("#lastStep > summary").click()
+    tab.locator("#number").fill("7")
+    tab.locator("#number").press("Enter")
+    tab.evaluate(LEARNT, [PROMPT, 2])
+    at = 32 * tab.evaluate("now.target") + 7
+    before, after, gradient = tab.evaluate(
+        """(at) => [learnt.embeds[1][at], learnt.embeds[2][at],
+          learnt.gradients["embed.weight"][at]]""",
+        at,
+    )
+    shown = tab.locator("#lastStep dd").all_inner_texts()
+    assert [real(each) for each in shown[:2]] == pytest.approx([before, gradient], abs=1e-6)
+    mean, root = map(real, shown[2:4])
+    assert f"{real(shown[5].split(' = ')[1]):.6f}" == f"{after:.6f}"
+    assert before * (1 - 3e-4 * 0.01) - 3e-4 * mean / root == pytest.approx(after, abs=2e-6)
+    parts = tab.locator("#lastStep .bars > div").all()
+    assert len(parts) == 5  # an embedding and 2 layers; the head is tied
+    found = """Object.entries(learnt.gradients).map(([name, all]) => [name, measureLength(all)])"""
+    lengths = dict(tab.evaluate(found))
+    mlp = [n for name, n in lengths.items() if name.startswith("blocks.1.mlp")]
+    assert real(parts[4].locator(".number").inner_text()) == pytest.approx(
+        sum(n * n for n in mlp) ** 0.5, abs=6e-4
+    )
+    total = sum(real(each.locator(".number").inner_text()) ** 2 for each in parts)
+    final = lengths["final_norm.weight"]
+    assert total + final**2 == pytest.approx(sum(n * n for n in lengths.values()), rel=1e-3)
+    tab.evaluate(FIND_FAULTS)
+    assert tab.evaluate("findFaults()") == []
+
+
+def test_learning_can_be_watched_stopped_and_gone_on_with(visit):
+    page = build_page(random_run(), prompt=PROMPT)
+    tab = visit(page.replace(b"STEPS = 100;", b"STEPS = 1e9;"))
+    tab.evaluate("globalThis.time = 0; performance.now = () => (time += 50); 0")  # pauses often
+    tab.get_by_role("button", name="Learn", exact=True).click()
+    tab.wait_for_function("() => learning?.optimizer.step >= 2")
+    tab.evaluate("choose({ place: 3 })")  # amid a step
+    open_station(tab, "attn:1")
+    tab.get_by_role("button", name="Pause").click()
+    tab.wait_for_function(NOTHING_RUNS)
+    steps = tab.evaluate("learning.optimizer.step")
+    tab.locator("#text").fill("another text")
+    tab.wait_for_function("() => now.T === 12")
+    assert tab.evaluate("learning.optimizer.step") <= steps + 1
+    assert tab.locator("#top .chip[style]").count() == 11
+    tab.get_by_role("button", name="Learn", exact=True).click()
+    tab.wait_for_function("steps => learning.optimizer.step > steps + 2", arg=steps)
+    tab.locator("#text").press("x")  # stops it
+    assert tab.evaluate("learning.run") is None
+    tab.get_by_role("button", name="Learn", exact=True).click()
+    tab.get_by_role("button", name="Generate").click()  # as well
+    assert tab.evaluate("pause(), learning.run") is None
+    tab.locator("#text").fill("")
+    assert tab.get_by_role("button", name="Learn", exact=True).is_disabled()
+    tab.get_by_role("button", name="Undo learning").click()
+    assert tab.evaluate(SAME_WEIGHTS)
+
+
+def test_a_model_that_is_too_large_to_teach_says_so(visit):
+    page = build_page(random_run(), prompt=PROMPT).replace(
+        b"LEARNED = 6_000_000", b"LEARNED = 1000"
+    )
+    tab = visit(page)
+    assert tab.get_by_role("button", name="Learn", exact=True).count() == 0
+    assert "up to 1,000 weights" in tab.locator("#top").inner_text()
