@@ -5,9 +5,11 @@ const SVG_TAGS = new Set(["svg", "path"]);
 
 /** make("p.note", {title: "x", onclick: f, style: {width: "1px"}}, "text", child) is an element.
  *
- * Strings become text, never markup. `null` and `false` among the children are left out.
+ * The properties may be left out. Strings become text, never markup; `null` and `false` among the
+ * children are left out.
  */
-function make(tag, properties = {}, ...children) {
+function make(tag, ...children) {
+  const properties = children[0]?.constructor === Object ? children.shift() : {};
   const [name, ...classes] = tag.split(".");
   const element = SVG_TAGS.has(name)
     ? document.createElementNS("http://www.w3.org/2000/svg", name)
@@ -77,7 +79,6 @@ function findScale(...vectors) {
 function makeBar(...parts) {
   return make(
     "span.bar",
-    {},
     parts.map(([name, share]) => make(`i.${name}`, { style: { width: `${100 * share}%` } })),
   );
 }
@@ -86,9 +87,8 @@ function makeBar(...parts) {
 function makeBars(rows) {
   return make(
     "div.bars",
-    {},
     rows.map(([name, bar, number]) =>
-      make("div", {}, make("span", {}, name), bar, make("span.number", {}, number)),
+      make("div", make("span", name), bar, make("span.number", number)),
     ),
   );
 }
@@ -100,19 +100,14 @@ function makeRow(id, name, cells, isChosen, choose) {
     isChosen ? "tr.at" : "tr",
     { onclick: choose },
     make("th", { scope: "row" }, make("button.plain", options, name)),
-    cells.map((cell) => make("td", {}, cell)),
+    cells.map((cell) => make("td", cell)),
   );
 }
 
 /** A table of such rows in a box that scrolls. */
 function makeTable(name, columns, rows) {
   const heading = columns.map((column) => make("th", { scope: "col" }, column));
-  const table = make(
-    `table.${name}`,
-    {},
-    make("thead", {}, make("tr", {}, heading)),
-    make("tbody", {}, rows),
-  );
+  const table = make(`table.${name}`, make("thead", make("tr", heading)), make("tbody", rows));
   const options = { tabindex: 0, "data-focus": name, "data-scroll": name };
   return rove(make("div.scroll", options, table));
 }
@@ -153,22 +148,20 @@ function makeVectors(entries) {
     const listNumbers = () =>
       make(
         "div.list",
-        {},
-        Array.from(vector, (x, i) => make("span", {}, make("small", {}, `${i} `), formatReal(x))),
+        Array.from(vector, (x, i) => make("span", make("small", `${i} `), formatReal(x))),
       );
     return make(
       "figure",
-      {},
-      make("figcaption", {}, make("b", {}, name), " ", make("small", {}, facts)),
+      make("figcaption", make("b", name), " ", make("small", facts)),
       drawVector(vector, scale),
-      makeFold(make("small", {}, say("eachNumber")), listNumbers),
+      makeFold(make("small", say("eachNumber")), listNumbers),
     );
   });
 }
 
 /** What opens when its title is pressed; `fill` makes the content then. */
 function makeFold(title, fill) {
-  const details = make("details", {}, make("summary", {}, title));
+  const details = make("details", make("summary", title));
   details.addEventListener("toggle", () => {
     if (details.open && details.children.length === 1) details.append(fill());
   });

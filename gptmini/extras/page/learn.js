@@ -92,13 +92,12 @@ function makeLearning() {
   const weights = countWeights();
   if (weights > MAX_LEARNED) {
     const counts = { weights: formatCount(weights), most: formatCount(MAX_LEARNED) };
-    return make("p.note", {}, say("learnTooLarge", counts));
+    return make("p.note", say("learnTooLarge", counts));
   }
   const press = () => (learning?.run ? pause() : learn(STEPS));
   return [
     make(
       "div.row",
-      {},
       makePlace("learn", "button", { onclick: press }),
       makePlace("learnStep", "button", { onclick: () => learn(1) }, say("learnStep")),
       makePlace("unlearn", "button", { onclick: unlearn }, say("unlearn")),
@@ -130,17 +129,21 @@ function showLearning() {
   lastStep.hidden = !learning?.gradients;
   if (lastStep.hidden) return fill(places.learned);
   const { losses, optimizer } = learning;
-  const tell = (n) => make("b", {}, `${formatReal(losses[0][n], 2)} → ${formatReal(losses.at(-1)[n], 2)}`);
+  const tell = (n) =>
+    make("b", `${formatReal(losses[0][n], 2)} → ${formatReal(losses.at(-1)[n], 2)}`);
   const values = { step: optimizer.step, line: tell(0), opening: tell(1) };
   const scale = findScale(losses.flat());
   fill(
     places.learned,
-    make("p", {}, say("learned", values)),
-    drawCurves([0, 1].map((n) => losses.map((pair) => pair[n])), scale),
-    make("p.note", {}, say("curveHelp", { scale: formatReal(scale, 1) })),
+    make("p", say("learned", values)),
+    drawCurves(
+      [0, 1].map((n) => losses.map((pair) => pair[n])),
+      scale,
+    ),
+    make("p.note", say("curveHelp", { scale: formatReal(scale, 1) })),
   );
   if (!lastStep.open) return;
-  fill(places.lastStep, showGradients(), showWeight(), make("p.note", {}, say("learnUnlike")));
+  fill(places.lastStep, showGradients(), showWeight(), make("p.note", say("learnUnlike")));
 }
 
 /** The lengths of the gradients, by layer and part. */
@@ -156,7 +159,7 @@ function showGradients() {
     .map((id) => [id, Math.sqrt(squares.get(id))]);
   const scale = findScale(lengths.map(([, length]) => length));
   return [
-    make("p", {}, say("gradientsHelp")),
+    make("p", say("gradientsHelp")),
     makeBars(
       lengths.map(([id, length]) => [
         nameStation(id),
@@ -177,11 +180,7 @@ function showWeight() {
   const { mean, root } = optimizer.measure(...optimizer.moments["embed.weight"], at);
   const { rate, decay } = optimizer;
   const write = (x) => formatReal(x, 6);
-  const input = make("input", { type: "number", id: "number", min: 0, max: D - 1, value: number });
-  input.dataset.focus = "number";
-  input.addEventListener("change", () => {
-    if (input.checkValidity()) choose({ number: Number(input.value) });
-  });
+  const input = makeNumberField("number", D - 1, number, (number) => choose({ number }));
   const facts = {
     weightBefore: write(embedBefore[at]),
     weightGradient: write(row[number]),
@@ -191,7 +190,7 @@ function showWeight() {
     weightAfter: `before · (1 − ${rate} · ${decay}) − ${rate} · ${write(mean)} / ${write(root)} = ${write(gpt.embed[at])}`,
   };
   return [
-    make("p", {}, make("label", {}, say("weightHelp", { token: label(now.target), input }))),
+    make("p", make("label", say("weightHelp", { token: label(now.target), input }))),
     makeFacts(facts),
   ];
 }

@@ -1,9 +1,10 @@
 // The model once more, in plain JavaScript: text -> tokens -> logits -> the next token -> text.
 //
-// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py,
-// attention.py and gpt.py, then generate/filters.py, sampler.py and sequence.py. Names are the same,
-// written as JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml.
-// There is no batch: a pass reads T tokens of one text.
+// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, attention.py and
+// gpt.py, then generate/filters.py, sampler.py and sequence.py. Names are the same, written as
+// JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml. There is no
+// batch: a pass reads T tokens of one text. In place of a KV cache stands the record of all that was
+// computed, see `Reader`: keys and values of earlier tokens are in it.
 //
 // Behind `forward` stands `backward`, written out: PyTorch derives it. It takes what went in and the
 // gradient of what came out, d…, writes those of its weights into `gradients`, by the names of the
@@ -53,17 +54,6 @@ class Tokenizer {
     const begins = (token) => this.decodeToken(token)[0] === 32;
     this.spacedTokens ??= new Set(this.listTokens().filter(begins));
     return this.spacedTokens;
-  }
-
-  /** Encode a text in which the name of a special token is that token. */
-  encodeSpecial(text) {
-    const special = this.specialTokens;
-    const names = Object.keys(special).sort((a, b) => b.length - a.length); // one may begin another
-    const escaped = names.map((name) => name.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
-    const parts = text.split(new RegExp(`(${escaped.join("|")})`, "u"));
-    return parts.flatMap((part) =>
-      Object.hasOwn(special, part) ? [special[part]] : this.encode(part),
-    );
   }
 
   /** Put the end-of-text token before those of a prompt, if that is done and it is not there. */
@@ -458,17 +448,18 @@ class MLP {
     this.downProj = new Linear(weights, `${name}.down_proj`);
   }
 
-  forward(x, T, record = null) {
+  /** (T, D) -> (T, D); what `backward` needs goes into `record`, an entry for each position. */
+  forward(x, T, record) {
     const up = this.upProj.forward(x, T); // (T, d_ff)
     const gate = this.gateProj?.forward(x, T); // (T, d_ff)
-    keep(record, "up", up);
-    if (gate) keep(record, "gate", gate);
+    keep(record, "up", up, T);
+    if (gate) keep(record, "gate", gate, T);
     const inner = up.map((value, i) => {
       if (this.activation === "swiglu") return silu(gate[i]) * value;
       if (this.activation === "relu2") return Math.max(value, 0) ** 2;
       return gelu(value);
     });
-    keep(record, "inner", inner);
+    keep(record, "inner", inner, T);
     return this.downProj.forward(inner, T); // (T, D)
   }
 
@@ -566,42 +557,6 @@ function softmax(scores) {
   return weights;
 }
 
-// -- cache: keys and values of earlier tokens ----------------------------------------------------
-
-/** Keys and values of one layer, (S, G·K) each. A window hides keys, it does not drop them. */
-class LayerCache {
-  keys = new Float32Array(); // (capacity, G·K)
-  values = new Float32Array();
-
-  /** Add k and v (T, G, K) behind `length` positions. */
-  update(k, v, length, T) {
-    const width = k.length / T;
-    const needed = (length + T) * width;
-    if (needed > this.keys.length) {
-      const { keys, values } = this;
-      this.keys = new Float32Array(2 * needed);
-      this.values = new Float32Array(2 * needed);
-      this.keys.set(keys);
-      this.values.set(values);
-    }
-    this.keys.set(k, length * width);
-    this.values.set(v, length * width);
-  }
-}
-
-/** The caches of all layers, which grow together. */
-class KVCache {
-  constructor(config) {
-    this.length = 0; // positions read so far
-    this.layers = Array.from({ length: config.n_layer }, () => new LayerCache());
-  }
-
-  /** Step back: keep the first `length` positions. */
-  truncate(length) {
-    this.length = Math.min(this.length, length);
-  }
-}
-
 // -- attention -----------------------------------------------------------------------------------
 
 /** Causal self-attention of one layer: (T, D) -> (T, D).
@@ -630,11 +585,10 @@ class Attention {
     this.alibiSlopes = config.position === "alibi" ? computeAlibiSlopes(this.H) : null;
   }
 
-  /** x (T, D) continues the `start` positions that the cache holds. */
-  forward(x, start, T, cache, off, record) {
-    const { q, k, v } = this.projectQkv(x, start, T, record);
-    cache.update(k, v, start, T);
-    const mixed = this.mix(q, start, T, cache, off, record); // (T, H, K)
+  /** x (T, D) is of the last T positions of `record`, which has an entry for each from 0 on. */
+  forward(x, T, record, off) {
+    this.projectQkv(x, T, record);
+    const mixed = this.mix(T, record, off); // (T, H, K)
     return this.oProj.forward(mixed, T); // (T, H·K) -> (T, D)
   }
 
@@ -642,12 +596,13 @@ class Attention {
    *
    * Queries and keys are normalized and rotated; values are not.
    */
-  projectQkv(x, start, T, record) {
+  projectQkv(x, T, record) {
+    const start = record.length - T;
     let q = this.qProj.forward(x, T);
     let k = this.kProj.forward(x, T);
     const v = this.vProj.forward(x, T);
-    keep(record, "qProjected", q);
-    keep(record, "kProjected", k);
+    keep(record, "qProjected", q, T);
+    keep(record, "kProjected", k, T);
     if (this.qNorm !== null) {
       q = this.qNorm.forward(q);
       k = this.kNorm.forward(k);
@@ -656,10 +611,9 @@ class Attention {
       q = applyRotary(q, this.frequencies, start, T);
       k = applyRotary(k, this.frequencies, start, T);
     }
-    keep(record, "q", q);
-    keep(record, "k", k);
-    keep(record, "v", v);
-    return { q, k, v };
+    keep(record, "q", q, T);
+    keep(record, "k", k, T);
+    keep(record, "v", v, T);
   }
 
   /** x (T, D), dOut (T, D) -> dX (T, D); `record` has what `forward` kept of a whole text. */
@@ -682,28 +636,29 @@ class Attention {
     return add(add(throughQ, throughK), throughV);
   }
 
-  /** Average, for each query, the values that it sees: q (T, H, K) -> (T, H, K). */
-  mix(q, start, T, cache, off, record) {
+  /** Average, for each of the last T queries (H, K), the values that it sees: (T, H, K). */
+  mix(T, record, off) {
     const { H, G, K } = this;
     const mixed = new Float32Array(T * H * K);
     for (let t = 0; t < T; t++) {
-      const S = start + t + 1;
+      const S = record.length - T + t + 1;
+      const entry = record[S - 1];
       const scores = new Float32Array(H * S);
       const weights = new Float32Array(H * S);
       for (let h = 0; h < H; h++) {
         const g = Math.floor(h / (H / G));
         const at = (t * H + h) * K;
         const row = scores.subarray(h * S, (h + 1) * S);
-        this.computeScores(row, q.subarray(at, at + K), h, g, start + t, cache.keys);
-        hideAttentions(row, off, this.layer, h, start + t);
+        this.computeScores(row, entry.q.subarray(h * K, (h + 1) * K), h, g, record);
+        hideAttentions(row, off, this.layer, h, S - 1);
         weights.set(softmax(row), h * S);
-        this.sumValues(mixed, at, weights.subarray(h * S, (h + 1) * S), g, cache.values);
+        this.sumValues(mixed, at, weights.subarray(h * S, (h + 1) * S), g, record);
         if (!isHeadOff(off, this.layer, h)) continue;
-        replaceRow(off, this.layer, "mixed", start + t, mixed.subarray(at, at + K), h * K);
+        replaceRow(off, this.layer, "mixed", S - 1, mixed.subarray(at, at + K), h * K);
       }
-      if (record !== null) Object.assign(record[t], { scores, weights });
+      Object.assign(entry, { scores, weights });
     }
-    keep(record, "mixed", mixed);
+    keep(record, "mixed", mixed, T);
     return mixed;
   }
 
@@ -738,28 +693,28 @@ class Attention {
   }
 
   /** Fill the scores (S,) of a query (K,) on all keys so far: q·k / √K, -∞ where it is blind. */
-  computeScores(scores, query, h, g, position, keys) {
-    const { G, K } = this;
-    for (let s = 0; s <= position; s++) {
-      const distance = position - s;
+  computeScores(scores, query, h, g, record) {
+    const { K } = this;
+    for (let s = 0; s < scores.length; s++) {
+      const distance = scores.length - 1 - s;
       if (this.window !== null && distance >= this.window) {
         scores[s] = -Infinity;
         continue;
       }
       const bias = this.alibiSlopes === null ? 0 : -this.alibiSlopes[h] * distance;
-      scores[s] = dot(query, 0, keys, (s * G + g) * K, K) / Math.sqrt(K) + bias;
+      scores[s] = dot(query, 0, record[s].k, g * K, K) / Math.sqrt(K) + bias;
     }
   }
 
   /** Write the mean of the values (S, K) by their weights (S,) to `mixed`, from `at` on. */
-  sumValues(mixed, at, weights, g, values) {
-    const { G, K } = this;
+  sumValues(mixed, at, weights, g, record) {
+    const { K } = this;
     const sums = new Float64Array(K);
     for (let s = 0; s < weights.length; s++) {
       const weight = weights[s];
       if (weight === 0) continue;
-      const start = (s * G + g) * K;
-      for (let i = 0; i < K; i++) sums[i] += weight * values[start + i];
+      const values = record[s].v;
+      for (let i = 0; i < K; i++) sums[i] += weight * values[g * K + i];
     }
     mixed.set(sums, at);
   }
@@ -847,19 +802,20 @@ class Block {
     this.mlp = new MLP(config, weights, `${name}.mlp`);
   }
 
-  /** (T, D) -> (T, D) */
-  forward(x, start, T, cache, off, record) {
-    keep(record, "x", x);
+  /** x (T, D) -> (T, D), of the last T positions of `record` */
+  forward(x, T, record, off) {
+    const start = record.length - T;
+    keep(record, "x", x, T);
     const attnNormed = this.attnNorm.forward(x); // (T, D)
-    const attn = this.attn.forward(attnNormed, start, T, cache, off, record); // (T, D)
+    const attn = this.attn.forward(attnNormed, T, record, off); // (T, D)
     if (isLayerOff(off, this.layer)) replaceRows(off, this.layer, "attn", start, attn, T);
     const middle = add(x, attn); // (T, D)
     const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
     const mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
     if (isMlpOff(off, this.layer)) replaceRows(off, this.layer, "mlp", start, mlp, T);
-    keep(record, "attn", attn);
-    keep(record, "middle", middle);
-    keep(record, "mlp", mlp);
+    keep(record, "attn", attn, T);
+    keep(record, "middle", middle, T);
+    keep(record, "mlp", mlp, T);
     return add(middle, mlp);
   }
 
@@ -892,35 +848,28 @@ class GPT {
     this.head = weights["head.weight"] ?? this.embed; // (V, D), tied unless it has its own
   }
 
-  /** Tokens (T,) -> logits (nLogits, V) of the last nLogits of them, by default of all.
+  /** Tokens (T,) -> logits (T, V).
    *
-   * They continue those in the cache; without one, they are the whole text. A cache is filled
-   * under one `off`: truncate it to 0 before another. An array given as `record` gets an entry for
-   * each token, see `Reader`.
+   * They continue those of a record, which gets an entry for each, see `Reader`; by default they are
+   * the whole text. A record is filled under one `off`.
    */
-  forward(tokens, cache = new KVCache(this.config), options = {}) {
-    const { off = null, record = null, nLogits = tokens.length } = options;
+  forward(tokens, record = [], off = null) {
     const T = tokens.length;
-    const { d_model: D, context_length } = this.config;
-    const start = cache.length;
+    const { context_length } = this.config;
+    const start = record.length;
     if (start + T > context_length) {
       throw new RangeError(`${start + T} positions in a context of ${context_length}`);
     }
-    const entries = record && tokens.map((token, t) => this.createEntry(token, start + t));
-    let x = this.embedTokens(tokens, start); // (T, D)
+    record.push(...tokens.map((token, t) => this.createEntry(token, start + t)));
+    let x = this.embedTokens(record.slice(start)); // (T, D)
     for (const [layer, block] of this.blocks.entries()) {
-      const entriesOfLayer = entries && entries.map((entry) => entry.layers[layer]);
-      x = block.forward(x, start, T, cache.layers[layer], off, entriesOfLayer);
+      x = block.forward(x, T, takeLayer(record, layer), off);
     }
     const hidden = this.finalNorm.forward(x); // (T, D)
-    const logits = this.computeLogits(hidden.subarray((T - nLogits) * D), nLogits); // (nLogits, V)
-    cache.length += T;
-    if (entries) {
-      keep(entries, "x", x);
-      keep(entries, "hidden", hidden);
-      keep(entries.slice(T - nLogits), "logits", logits);
-      record.push(...entries);
-    }
+    const logits = this.computeLogits(hidden, T); // (T, V)
+    keep(record, "x", x, T);
+    keep(record, "hidden", hidden, T);
+    keep(record, "logits", logits, T);
     return logits;
   }
 
@@ -941,8 +890,7 @@ class GPT {
     yield;
     let dX = this.finalNorm.backward(gather(record, "x"), dHidden, gradients); // (T, D)
     for (const [layer, block] of [...this.blocks.entries()].reverse()) {
-      const recordOfLayer = record.map(({ layers }) => layers[layer]);
-      dX = yield* block.backward(dX, T, recordOfLayer, gradients);
+      dX = yield* block.backward(dX, T, takeLayer(record, layer), gradients);
     }
     const isTied = this.head === this.embed;
     const dEmbed = isTied ? dHead : new Float32Array(V * D);
@@ -958,22 +906,14 @@ class GPT {
     return gradients;
   }
 
-  /** Tokens (T,) from position `start` on -> (T, D). */
-  embedTokens(tokens, start) {
+  /** Entries of T tokens -> (T, D). */
+  embedTokens(entries) {
     const D = this.config.d_model;
-    const x = new Float32Array(tokens.length * D);
-    for (const [t, token] of tokens.entries()) {
-      const embedding = this.embed.subarray(token * D, (token + 1) * D);
-      const position = this.getPosition(start + t);
-      x.set(position ? add(embedding, position) : embedding, t * D);
+    const x = new Float32Array(entries.length * D);
+    for (const [t, { embedding, positionEmbedding }] of entries.entries()) {
+      x.set(positionEmbedding ? add(embedding, positionEmbedding) : embedding, t * D);
     }
     return x;
-  }
-
-  /** The learned embedding (D,) of a position, or null. */
-  getPosition(position) {
-    const D = this.config.d_model;
-    return this.positions && this.positions.subarray(position * D, (position + 1) * D);
   }
 
   /** Hidden (T, D) -> logits (T, V), by the head or, if tied, the embedding table. */
@@ -997,17 +937,21 @@ class GPT {
       token,
       position,
       embedding: this.embed.subarray(token * D, (token + 1) * D),
-      positionEmbedding: this.getPosition(position),
+      positionEmbedding: this.positions && this.positions.subarray(position * D, (position + 1) * D),
       layers: this.blocks.map(() => ({})),
     };
   }
 }
 
-/** Note rows (T, ...) under a name, one in each of T entries. */
-function keep(entries, name, rows) {
-  if (entries === null) return;
-  const width = rows.length / entries.length;
-  for (const [t, entry] of entries.entries()) {
+/** What a record has of one layer. */
+function takeLayer(record, layer) {
+  return record.map(({ layers }) => layers[layer]);
+}
+
+/** Note rows (T, ...) under a name, one in each of the last T entries. */
+function keep(entries, name, rows, T) {
+  const width = rows.length / T;
+  for (const [t, entry] of entries.slice(entries.length - T).entries()) {
     entry[name] = rows.subarray(t * width, (t + 1) * width);
   }
 }
@@ -1096,7 +1040,6 @@ class Reader {
 
   constructor(gpt) {
     this.gpt = gpt;
-    this.cache = new KVCache(gpt.config);
     this.off = null; // what was off, as JSON
   }
 
@@ -1113,10 +1056,7 @@ class Reader {
     let same = 0;
     while (same < tokens.length && this.record[same]?.token === tokens[same]) same++;
     this.record.length = same;
-    this.cache.truncate(same);
-    if (same < tokens.length) {
-      this.gpt.forward(tokens.slice(same), this.cache, { off, record: this.record });
-    }
+    if (same < tokens.length) this.gpt.forward(tokens.slice(same), this.record, off);
     return this.record.at(-1).logits;
   }
 
@@ -1125,6 +1065,13 @@ class Reader {
     this.record.length = 0;
     this.other?.forget();
   }
+}
+
+/** What a vector (D,) that is added to the stream becomes behind the final norm, whose scale is held. */
+function passFinalNorm({ finalNorm }, entry, vector) {
+  const { scale } = finalNorm.measure(entry.x, 0);
+  const mean = finalNorm.takesMean ? vector.reduce((sum, x) => sum + x, 0) / vector.length : 0;
+  return vector.map((x, d) => (x - mean) * scale * finalNorm.weight[d]);
 }
 
 /** Attribute a token's logit to what was added to the residual stream ("direct logit attribution").
@@ -1137,18 +1084,9 @@ class Reader {
 function attribute(gpt, entry, token) {
   const { d_model: D } = gpt.config;
   const norm = gpt.finalNorm;
-  const { scale } = norm.measure(entry.x, 0);
   const mean = gpt.meanHead;
   const head = gpt.head.subarray(token * D, (token + 1) * D).map((x, d) => x - mean[d]); // (D,)
-  // The direction of the residual stream that the logit grows in. A LayerNorm takes the mean of
-  // what it reads; that is the same as taking the mean of the direction.
-  const direction = new Float64Array(D);
-  for (let d = 0; d < D; d++) direction[d] = scale * norm.weight[d] * head[d];
-  if (!(norm instanceof RMSNorm)) {
-    const average = direction.reduce((sum, value) => sum + value, 0) / D;
-    direction.forEach((value, d) => (direction[d] = value - average));
-  }
-  const along = (added) => (added === null ? 0 : dot(added, 0, direction, 0, D));
+  const along = (added) => (added && dot(passFinalNorm(gpt, entry, added), 0, head, 0, D)) ?? 0;
   const parts = {
     embedding: along(entry.embedding),
     position: along(entry.positionEmbedding),

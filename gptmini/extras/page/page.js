@@ -123,6 +123,18 @@ function explainNext(entry, behind) {
   return scores.some((score) => score > -Infinity) ? explainFilters(scores, state.sample) : null;
 }
 
+/** What logits (V,) at the selected place make likely, before the filters: probabilities (V,). */
+function expect(logits) {
+  const count = continuation.tokens.length - (now.T - 1 - now.at);
+  const temperature = getTemperature();
+  return softmax(continuation.adjust(logits, count).map((score) => score / temperature));
+}
+
+/** The temperature of all that is expected; 0 takes the likeliest, and is shown as 1. */
+function getTemperature() {
+  return state.sample.temperature || 1; // as `explainFilters` has it
+}
+
 // -- what the reader does ------------------------------------------------------------------------
 
 function choose(changes) {
@@ -165,17 +177,6 @@ function toggleOff(list, item) {
 function switchAllOn() {
   for (const list of Object.keys(state.off)) state.off[list] = [];
   update();
-}
-
-/** Write the text a second time, so that the model can continue a repetition. */
-function repeatText() {
-  pause();
-  readTyped();
-  const text = getText().trim();
-  readText(`${text}${/\s/.test(text) ? "\n" : ""}${text}`);
-  state.hasTyped = true;
-  state.place = Math.max(0, continuation.context.length - 2);
-  showText();
 }
 
 /** Show a text that was not typed. */
@@ -317,8 +318,7 @@ function makeFilterSlider(name, listed) {
   });
   return make(
     "div",
-    {},
-    make("label", { for: id }, say(name), " ", make("small", {}, say(`${name}Help`))),
+    make("label", { for: id }, say(name), " ", make("small", say(`${name}Help`))),
     input,
     output,
   );
@@ -338,38 +338,23 @@ function makeFilterSliders() {
 }
 
 function makeSeedField() {
-  const change = () => {
-    if (!input.checkValidity()) return;
-    state.sample.seed = Number(input.value);
+  const change = (seed) => {
+    state.sample.seed = seed;
     if (gpt) update();
   };
-  const value = state.sample.seed;
-  const input = make("input", {
-    type: "number",
-    id: "seed",
-    min: 0,
-    max: Number.MAX_SAFE_INTEGER,
-    required: "",
-    value,
-  });
-  input.addEventListener("input", change);
   return make(
     "div",
-    {},
-    make("label", { for: "seed" }, say("seed"), " ", make("small", {}, say("seedHelp"))),
-    input,
+    make("label", { for: "seed" }, say("seed"), " ", make("small", say("seedHelp"))),
+    makeNumberField("seed", Number.MAX_SAFE_INTEGER, state.sample.seed, change),
   );
 }
 
-/** The settings of the run that no slider moves, where they do something. */
-function listOtherSettings() {
-  const { repetition_penalty, presence_penalty, frequency_penalty, bias, ban, stop } = data.sample;
-  const others = { repetition_penalty, presence_penalty, frequency_penalty };
-  const set = Object.entries(others).filter(([name, value]) => value !== (name[0] === "r" ? 1 : 0));
-  const lists = Object.entries({ bias: Object.keys(bias), ban, stop }).filter(
-    ([, all]) => all.length,
-  );
-  return [...set.map(([name, value]) => `${name} ${value}`), ...lists.map(([name]) => name)];
+/** A field for a whole number from 0 to `max`; `change` gets each that is typed. */
+function makeNumberField(id, max, value, change) {
+  const onchange = () => input.checkValidity() && change(Number(input.value));
+  const options = { type: "number", id, min: 0, max, required: "", value, onchange };
+  const input = make("input", { ...options, "data-focus": id });
+  return input;
 }
 
 /** Links to the parts of the page, those that are closed open; and how the page is read. */
@@ -386,12 +371,7 @@ function makeNavigation(parts) {
   });
   const other = language === "zh" ? "en" : "zh";
   const options = { id: "language", lang: other, onclick: () => switchLanguage(other) };
-  const { classList } = document.documentElement;
-  const enlarge = ({ currentTarget }) =>
-    currentTarget.setAttribute("aria-pressed", String(classList.toggle("large")));
-  const isLarge = String(classList.contains("large"));
-  const size = make("button", { "aria-pressed": isLarge, onclick: enlarge }, say("large"));
-  return make("nav.row", {}, links, size, make("button", options, LANGUAGES[other]));
+  return make("nav.row", links, make("button", options, LANGUAGES[other]));
 }
 
 /** The name of the run, and one sentence. */
@@ -402,9 +382,8 @@ function makeHeader() {
   const size = sayText(data.step ? "sizeTrained" : "size", facts); // an imported model has no steps
   return make(
     "header.row",
-    {},
-    make("h1", {}, data.name),
-    make("p", {}, say(gpt ? "lead" : "leadRemote", { size })),
+    make("h1", data.name),
+    make("p", say(gpt ? "lead" : "leadRemote", { size })),
   );
 }
 
@@ -413,34 +392,31 @@ function countWeights() {
   return data.tensors.reduce((total, { shape }) => total + count(shape), 0);
 }
 
-/** The sliders of the filters, and what they remove. */
+/** The sliders of the filters, and the seed. */
 function makeSettings() {
-  const others = listOtherSettings();
   return makeKeptOpen(
     "details",
     { id: "settings" },
     say("settingsHeading"),
-    make("div.bars", {}, makeFilterSliders(), makeSeedField()),
-    makePlace("filters", "div.removed", { "aria-live": "polite" }),
-    others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
+    make("div.bars", makeFilterSliders(), makeSeedField()),
   );
 }
 
 /** An element that is filled again and again. */
-function makePlace(name, tag, options = {}, ...children) {
-  return (places[name] = make(tag, options, ...children));
+function makePlace(name, tag, ...parts) {
+  return (places[name] = make(tag, ...parts));
 }
 
 /** What opens when its title is pressed, and is as open as it was before the page was built anew. */
 function makeKeptOpen(tag, options, title, ...children) {
-  const details = make(tag, options, make("summary", {}, title), children);
+  const details = make(tag, options, make("summary", title), children);
   details.open = document.getElementById(options.id)?.open ?? false;
   return details;
 }
 
 /** The text, and what one can do with it. */
 function makeTextCard(...parts) {
-  const heading = make("label", { for: "text" }, make("h2", {}, say("yourText")));
+  const heading = make("label", { for: "text" }, make("h2", say("yourText")));
   return make("section.card", { id: "top" }, heading, parts);
 }
 
@@ -457,7 +433,7 @@ function makeOtherBox() {
   const change = () => choose({ other: box.value });
   const box = make("textarea", { id: "other", rows: 1, spellcheck: "false", oninput: change });
   box.value = state.other;
-  return [make("p", {}, make("label", { for: "other" }, say("otherHeading"))), box];
+  return [make("p", make("label", { for: "other" }, say("otherHeading"))), box];
 }
 
 /** Write a text into the box, which makes \n of each \r and \r\n. */
@@ -483,7 +459,7 @@ function buildPage() {
   };
   const fold = (name, heading, ...parts) => {
     const options = { id: name, ontoggle: () => update() };
-    const title = make("h2", {}, say(heading));
+    const title = make("h2", say(heading));
     return makeKeptOpen("details.card", options, title, parts, makePlace(name, "div"));
   };
   makePlace("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
@@ -496,10 +472,9 @@ function buildPage() {
     makeChat(),
     make(
       "div.journey",
-      {},
       makeTextCard(
         makeTextBox(type, pause), // as each drawn token would move the cursor
-        make("div.row", {}, places.generate, places.oneStep, places.stepBack),
+        make("div.row", places.generate, places.oneStep, places.stepBack),
         makeLearning(),
         makePlace("tokensHeading", "h3"),
         makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
@@ -508,7 +483,6 @@ function buildPage() {
       ),
       make(
         "section.card",
-        {},
         makePlace("expectHeading", "h2"),
         makePlace("outcome", "p.outcome", { "aria-live": "polite" }),
         makePlace("expect", "div"),
@@ -517,7 +491,7 @@ function buildPage() {
       make(
         "section.card",
         { id: "path" },
-        make("h2", {}, say("pathHeading")),
+        make("h2", say("pathHeading")),
         makePlace("pathHelp", "p"),
         makePlace("path", "div"),
       ),
@@ -525,7 +499,7 @@ function buildPage() {
     ),
     fold("kinds", "kindsHeading"),
     fold("cause", "causeHeading", makeOtherBox()),
-    make("footer.note", {}, say(data.server ? "footServed" : "foot")),
+    make("footer.note", say(data.server ? "footServed" : "foot")),
     makePlace("off", "div.off.row", { role: "status" }),
     makePlace("spoken", "div.spoken", { "aria-live": "polite" }),
   );
@@ -577,9 +551,8 @@ function openModel(text) {
     readText(continuation.text.trim());
   }
   openingTokens = continuation.context;
-  // The last but one: there one sees what came.
-  const length = continuation.context.length;
-  state.place = length > 1 ? length - 2 : null;
+  // Of a text that nobody asked for the last but one: there one sees what came.
+  state.place = data.prompt || openingTokens.length < 2 ? null : openingTokens.length - 2;
   showText();
 }
 
