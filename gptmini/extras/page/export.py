@@ -211,9 +211,8 @@ def count_bytes(listed: list[dict[str, Any]]) -> int:
     """Count the bytes of listed tensors as `encode_tensors` yields them."""
     sizes = {"float32": 4, "bfloat16": 2, "int8": 1}
     numbers = sum(math.prod(each["shape"]) * sizes[each["type"]] for each in listed)
-    return numbers + sum(
-        4 * each["shape"][0] for each in listed if each["type"] == "int8"
-    )  # scales
+    scales = sum(4 * each["shape"][0] for each in listed if each["type"] == "int8")
+    return numbers + scales
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], precision: str) -> Iterator[memoryview]:

@@ -170,6 +170,8 @@ function showGradients() {
   ];
 }
 
+const formatWeight = (x) => formatReal(x, 6);
+
 /** The last update of one weight in numbers: in the embedding of the token that comes next. */
 function showWeight() {
   const { optimizer, gradients, embedBefore } = learning;
@@ -179,16 +181,16 @@ function showWeight() {
   const at = now.target * D + number;
   const { mean, root } = optimizer.measure(...optimizer.moments["embed.weight"], at);
   const { rate, decay } = optimizer;
-  const write = (x) => formatReal(x, 6);
-  const input = makeNumberField("number", D - 1, number, (number) => choose({ number }));
+  const [before, m, r, after] = [embedBefore[at], mean, root, gpt.embed[at]].map(formatWeight);
   const facts = {
-    weightBefore: write(embedBefore[at]),
-    weightGradient: write(row[number]),
-    weightMean: write(mean),
-    weightRoot: write(root),
+    weightBefore: before,
+    weightGradient: formatWeight(row[number]),
+    weightMean: m,
+    weightRoot: r,
     weightRate: `${rate}`,
-    weightAfter: `before · (1 − ${rate} · ${decay}) − ${rate} · ${write(mean)} / ${write(root)} = ${write(gpt.embed[at])}`,
+    weightAfter: `${before} · (1 − ${rate} · ${decay}) − ${rate} · ${m} / ${r} = ${after}`,
   };
+  const input = makeNumberField("number", D - 1, number, (typed) => choose({ number: typed }));
   return [
     make("p", make("label", say("weightHelp", { token: label(now.target), input }))),
     makeFacts(facts),

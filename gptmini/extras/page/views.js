@@ -599,9 +599,8 @@ function showMlp(layer) {
   const D = now.config.d_model;
   const down = mlp.downProj.weight; // (D, d_ff)
   const columnOf = (n) => Float32Array.from({ length: D }, (_, d) => down[d * F + n]);
-  const sizes = measureColumns(down, D, F);
   const order = findTop(
-    inner.map((x, n) => Math.abs(x) * sizes[n]),
+    inner.map((x, n) => Math.abs(x) * measureLength(columnOf(n))),
     MAX_NEURONS,
   );
   const neuron = order.includes(state.neuron) ? state.neuron : order[0];
@@ -653,11 +652,4 @@ function showMlp(layer) {
     formula: MLP_FORMULAS[mlp.activation],
     code: [`${MODEL}layers.py`, MLP_CODE[mlp.activation]],
   };
-}
-
-/** The lengths (d_ff,) of the columns of down_proj (D, d_ff). */
-function measureColumns(down, D, F) {
-  const squares = new Float64Array(F);
-  for (let d = 0; d < D; d++) for (let n = 0; n < F; n++) squares[n] += down[d * F + n] ** 2;
-  return squares.map(Math.sqrt);
 }

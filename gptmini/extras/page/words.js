@@ -41,7 +41,7 @@ const WORDS = {
   curveHelp: ["From 0 to {scale} nats per token.", "纵轴从 0 到 {scale}（每个词元的损失，单位奈特）。"],
   surpriseHelp: [
     "The stronger the color, the less the model expected the token.",
-    "颜色越深，模型越没料到这个词元。",
+    "颜色越醒目，模型越没料到这个词元。",
   ],
   stepHeading: ["What the last step did", "最后一步做了什么"],
   gradientsHelp: [
