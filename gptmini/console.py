@@ -17,7 +17,6 @@ from tqdm import tqdm
 from gptmini.files import IS_WINDOWS
 
 T = TypeVar("T")
-MARK = "\x1b[4;35m"  # underlined and magenta, which can be read on black and on white
 DIM = "\x1b[2m"
 UNMARK = "\x1b[0m"
 MAX_EXCERPT_WIDTH = 70
@@ -106,22 +105,6 @@ def shows_colours(stream: TextIO) -> bool:
     return not IS_WINDOWS or "WT_SESSION" in os.environ  # its old console shows the codes
 
 
-def mark(text: str, stretches: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield a text with some stretches of its characters in colour, where stdout shows colours.
-
-    Control characters are escaped as in `stream_to_stdout`, which would escape the colours, too.
-    """
-    colours = shows_colours(sys.stdout)
-    escape = escape_control_characters if sys.stdout.isatty() else str
-    at = 0
-    for start, end in stretches:
-        yield escape(text[at:start])
-        marked = escape(text[start:end])
-        yield f"{MARK}{marked}{UNMARK}" if colours else marked
-        at = end
-    yield escape(text[at:])
-
-
 def is_closed_pipe(error: BaseException | None) -> bool:
     """Check whether an error says that nobody reads the output any more.
 
@@ -181,13 +164,6 @@ class HiddenBar(tqdm):  # type: ignore[type-arg]
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__(disable=True)
-
-
-@contextmanager
-def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar over `total` items, `done` of them already; yields a function to count more."""
-    with tqdm(total=total, initial=done, unit=unit, disable=not is_interactive()) as bar:
-        yield bar.update
 
 
 @contextmanager

@@ -52,11 +52,15 @@ class RankError(GptminiError):
     exit_code = 7
 
 
-class Stopped(GptminiError):  # noqa: N818 - not an error
-    """A signal ended the work, and everything was saved; the exit code is 128 + signal."""
+class Stopped(BaseException):
+    """A signal ended the work, and everything was saved; the exit code is 128 + signal.
+
+    Not an Exception, so that no library takes it for a failure of its own and goes on.
+    """
 
     def __init__(self, signal_number: int, line: str) -> None:
         super().__init__(line)
+        self.lines: tuple[str, ...] = (line,)
         self.exit_code = 128 + signal_number
 
 

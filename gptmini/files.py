@@ -37,9 +37,48 @@ RENAME_DELAYS_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 def get_cache_folder() -> Path:
     """Get the folder for prepared texts and compiled code: $GPTMINI_CACHE, or ~/.cache/gptmini."""
     if chosen := os.environ.get("GPTMINI_CACHE"):
-        return Path(chosen)
+        return Path(os.path.expanduser(chosen))
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # never raises
     return Path(caches, "gptmini")
+
+
+# -- what is there ---------------------------------------------------------------------------------
+
+
+def is_run(folder: str | Path) -> bool:
+    """Return whether a folder is a run: it has a configuration and what training made of it."""
+    path = Path(folder)
+    made = os.path.exists(path / "request.yaml") or os.path.exists(path / "checkpoints")
+    return made and os.path.exists(path / "config.yaml")
+
+
+def is_configuration_alone(folder: str | Path) -> bool:
+    """Return whether a folder has a config.yaml and nothing else."""
+    return os.path.isdir(folder) and os.listdir(folder) == ["config.yaml"]
+
+
+def check_run_folder(out: Path) -> None:
+    """Raise ConfigError if a run cannot be in `out` as something else is there.
+
+    Nothing may be there, an empty folder, a run, or what a run that was hardly begun has left.
+    """
+    if not out.exists() or is_run(out):
+        return
+    if not out.is_dir():
+        raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    names = {name for name in os.listdir(out) if not name.startswith(".tmp-")}
+    is_begun = "lock" in names and names <= {"lock", "checkpoints", "tokenizer.json"}
+    if names and not is_begun:
+        kind = "not empty, and no run"
+        if is_configuration_alone(out):
+            kind = "a config.yaml is there, which the run would replace"
+        raise ConfigError(f"--out {out}: {kind}; choose another --out")
+
+
+def check_replaceable(out: Path, mark: bytes) -> None:
+    """Raise ConfigError for a link, and for a file without `mark`, which all have that we write."""
+    if out.is_symlink() or (out.exists() and mark not in read_regular(out)):
+        raise ConfigError(f"--out {out}: a file that gptmini did not write; choose another name")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -90,7 +129,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file that appears as `path` when the block ends, or not at all if the block raises."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # or a link there would be followed
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             sync(file.fileno())
@@ -108,6 +148,19 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Create a file or replace its content, atomically."""
     with atomic_write(path) as file:
         file.write(data)
+
+
+def write_checked(path: Path, data: bytes) -> None:
+    """Write data behind its SHA-256, atomically."""
+    atomic_write_bytes(path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+
+def read_checked(path: Path) -> bytes:
+    """Read what `write_checked` wrote; OSError if it is missing, ValueError if it is damaged."""
+    checksum, _, data = read_regular(path).partition(b"\n")
+    if checksum != hashlib.sha256(data).hexdigest().encode():
+        raise ValueError("damaged")
+    return data
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -22,23 +23,16 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__, console
-from gptmini.cli.compare import compare
 from gptmini.cli.convert import convert
 from gptmini.cli.data import data_app
 from gptmini.cli.evaluate import evaluate
-from gptmini.cli.export import export
 from gptmini.cli.generate import generate
-from gptmini.cli.import_model import import_model
 from gptmini.cli.inspect import inspect
-from gptmini.cli.plot import plot
 from gptmini.cli.runs import list_runs
 from gptmini.cli.score import score
-from gptmini.cli.serve import serve
 from gptmini.cli.settings import list_settings
-from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
-from gptmini.config.aliases import PRETRAINED_REMEDY
 from gptmini.errors import (
     ConfigError,
     GptminiError,
@@ -83,6 +77,11 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--out=" in args or ("--out", "") in pairwise(args):
             raise ConfigError("--out: empty; name a file or folder")
+        # A shell expands ~ at the beginning of a word alone.
+        args = [
+            f"--out={os.path.expanduser(arg[6:])}" if arg.startswith("--out=~") else arg
+            for arg in args
+        ]
         try:
             return super().parse_args(ctx, args)
         except typer.exceptions.TyperException as error:
@@ -92,20 +91,19 @@ class _Command(typer.core.TyperCommand):
 
 app.command()(train)
 app.command()(generate)
-app.command()(serve)
 app.command()(score)
 app.command()(evaluate)
 app.command()(inspect)
-app.command()(compare)
-app.command()(size)
 app.command()(convert)
-app.command()(plot)
 app.command("runs")(list_runs)
-app.command()(export)
-app.command("import")(import_model)
 app.command("settings")(list_settings)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+for _file in sorted(Path(__file__).parents[1].glob("extras/*/command.py")):
+    # A command of a part in extras/ is there if the part is.
+    _part = import_module(f"gptmini.extras.{_file.parent.name}.command")
+    for _name, _command in _part.COMMANDS.items():
+        app.command(_name)(_command)
 for _group in (app, data_app, tokenizer_app):
     for _info in _group.registered_commands:
         _info.cls = _Command
@@ -138,7 +136,7 @@ def main() -> None:
         if not console.is_closed_pipe(end.__context__):  # typer turns one into a SystemExit
             raise
         _end_after_closed_pipe()
-    except Exception as error:
+    except (Exception, Stopped) as error:
         if console.is_closed_pipe(error):
             _end_after_closed_pipe()
         if "--debug" in sys.argv:
@@ -185,17 +183,17 @@ def _catch_stop_signals() -> None:
             signal.signal(number, _stop)
 
 
-def _stop(number: int, _: object) -> NoReturn:
+def _stop(number: int, _: object) -> None:
     """Raise Stopped; the training loop has a handler of its own, which saves first."""
-    # A closed terminal may send both signals; the second must not interrupt the cleaning up.
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise Stopped(number, f"stopped by {signal.Signals(number).name}")
+    # A closed terminal may send both signals; the second must not interrupt the cleaning up. After
+    # a library that swallowed the first, it does end the work.
+    if not isinstance(sys.exception(), Stopped):
+        raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
 
-def _explain(error: Exception) -> tuple[Sequence[str], int]:
+def _explain(error: Exception | Stopped) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure."""
-    if isinstance(error, GptminiError):
+    if isinstance(error, GptminiError | Stopped):
         return error.lines, error.exit_code
     if isinstance(error, typer.exceptions.TyperException):
         return [_explain_usage(error)], 2
@@ -228,9 +226,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     problem = error.format_message().rstrip(".")
     remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
-        remedy = _find_remedy(getattr(error, "option_name", ""), command, known)
-    elif (name := re.match("No such command '([a-z-]+)", problem)) and name[1] in _OTHER_COMMANDS:
-        problem, remedy = problem.partition(".")[0], f"use gptmini {_OTHER_COMMANDS[name[1]]}"
+        remedy = _name_setting(getattr(error, "option_name", ""), command, known)
     elif problem.startswith("Got unexpected") and "--prompt" in known:
         remedy = "put the text after --prompt, in quotes"
     elif problem.startswith("Got unexpected") and "--data" in known and "--data" in sys.argv:
@@ -239,48 +235,15 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     return line.replace("?;", "?")
 
 
-def _find_remedy(option: str, command: str, known: list[str]) -> str:
-    """Find what to write for an option of another program, or a setting; "" if unclear."""
-    if difflib.get_close_matches(option, known, 1, 0.75):  # typer names those
+def _name_setting(option: str, command: str, known: list[str]) -> str:
+    """Say how to set what an unknown option names; "" if it is no setting, or near an option."""
+    if "--set" not in known or difflib.get_close_matches(option, known, 1, 0.75):
         return ""
-    beside, remedy = _OTHER_OPTIONS.get(option.replace("_", "-"), ("", ""))
-    if beside in known:
-        return remedy
-    if "--set" in known:
-        from gptmini.config.load import find_full_key, find_remedy
+    from gptmini.config.load import find_full_key
 
-        section = "sample." if command.endswith(" generate") else ""
-        name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
-        key = find_full_key(name, section)
-        if key:
-            return f"use --set {key}=VALUE"
-        if not section:
-            return find_remedy(name)
-    return ""
-
-
-# Commands of other programs, up to an underscore, and ours.
-_OTHER_COMMANDS = {
-    "chat": "generate --chat -i",
-    "convert-hf": "export",
-    "download": "import",
-    "finetune": "train --from",
-    "pretrain": "train",
-    "sample": "generate",
-}
-
-_NAME_REMEDY = "name the run, without an option"
-# Options of other programs: one of ours that the command must have, and what to write instead.
-_OTHER_OPTIONS = {
-    "--epochs": ("--steps", "use --steps or --minutes"),
-    "--resume": ("--steps", "name the run: gptmini train RUN"),
-    "--finetune": ("--from", PRETRAINED_REMEDY),
-    "--init-from": ("--prompt", _NAME_REMEDY),
-    "--out-dir": ("--prompt", _NAME_REMEDY),
-    "--checkpoint-dir": ("--prompt", _NAME_REMEDY),
-    "--start": ("--prompt", "use --prompt TEXT or --prompt-file FILE"),
-    "--tasks": ("--split", "use gptmini export, and lm-eval on that"),
-}
+    section = "sample." if command.endswith(" generate") else ""
+    key = find_full_key(option.lstrip("-").replace("-", "_").rpartition(".")[2], section)
+    return f"use --set {key}=VALUE" if key else ""
 
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:

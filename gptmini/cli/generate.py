@@ -23,16 +23,13 @@ from gptmini.cli.options import (
     read_text,
     resolve_run,
 )
-from gptmini.errors import ConfigError, shorten
+from gptmini.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gptmini.extras.sources.find import Copies
     from gptmini.generate.run import Generation, Run
     from gptmini.tokenizer.chat_template import Message
 
 Settings = dict[str, Any]
-SHOWN_COPIES = 10
-QUOTED_CHARACTERS = 60  # of each
 
 
 def generate(
@@ -42,15 +39,6 @@ def generate(
         None,
         "FILE",
         "Read the prompt from a file, without its last line break; - is standard input.",
-    ),
-    prompts: Path | None = option(
-        None,
-        "FILE",
-        'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; - is standard input. '
-        "Needs --out.",
-    ),
-    out: Path | None = option(
-        None, "FILE", "Where --prompts writes JSON lines; resumes if interrupted."
     ),
     interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
     samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
@@ -102,10 +90,6 @@ def generate(
     device: Device = "auto",
     threads: Threads = None,
     no_cache: bool = flag("Use neither KV cache nor compiled engine: to check them.", "--no-cache"),
-    show_sources: bool = flag(
-        "Mark passages of 20+ characters copied from the training text; name their files.",
-        "--sources",
-    ),
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model.
@@ -122,31 +106,17 @@ def generate(
         "seed": seed,
     }
     settings = _parse_sampling(sampling, assignments)
-    given = {
-        "--prompt": prompt,
-        "--prompt-file": prompt_file,
-        "--prompts": prompts,
-        "--interactive": interactive or None,
-    }
+    given = {"--prompt": prompt, "--prompt-file": prompt_file, "--interactive": interactive or None}
     named = [name for name, value in given.items() if value is not None]
     _check_prompts(named, chat, as_json, samples)
-    if show_sources and prompts is not None:
-        raise ConfigError("--sources: cannot be combined with --prompts; leave one out")
-    if (prompts is None) != (out is None):
-        raise ConfigError("--prompts, --out: one needs the other; give both")
-    if str(out) == "-":
-        raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
     path = resolve_run(run)
     draft_path = None if draft is None else resolve_run(draft)
     load_torch()
-    from gptmini.cli import prompts_file
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights)
     if run is None:
         console.say(f"{path}, step {trained.step}")
-    if show_sources:
-        trained.find_copies("")  # refuses now
     drafter: Run | str | None = "lookup" if lookup else None
     if draft_path is not None:
         drafter = load_run(draft_path, device, weights)
@@ -154,12 +124,9 @@ def generate(
         "use_cache": not no_cache,
         "special": special or chat,
         "draft": drafter,
-        "logprobs": as_json or prompts is not None,
+        "logprobs": as_json,
     }
-    if prompts is not None and out is not None:
-        prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
-        return
-    writer = _Writer(trained, settings | how, show_sources)
+    writer = _Writer(trained, settings | how)
     if interactive:
         (writer.chat if chat else writer.continue_lines)()
         return
@@ -178,10 +145,10 @@ def _check_prompts(named: list[str], chat: bool, as_json: bool, samples: int) ->
     """Check that the options that give prompts, those `named`, go together with the others."""
     if len(named) > 1:
         raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
-    if chat and named in ([], ["--prompts"]):
+    if chat and not named:
         raise ConfigError("--chat: needs --prompt, --prompt-file or --interactive; give one")
-    if as_json and named and named[0] in ("--interactive", "--prompts"):
-        raise ConfigError(f"--json: cannot be combined with {named[0]}; leave one out")
+    if as_json and "--interactive" in named:
+        raise ConfigError("--json: cannot be combined with --interactive; leave one out")
     if samples > 1 and "--interactive" in named:
         raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
 
@@ -209,45 +176,33 @@ class _Writer:
 
     run: "Run"
     settings: Settings
-    show_sources: bool
 
     def print_texts(
         self, prompt: str | list[int], shown: str, samples: int, batch_size: int
     ) -> None:
         """Print the texts of one prompt: a single one while it is generated, several in turn.
 
-        What is `shown` stands before each: the prompt, or nothing before an answer. A text that is
-        to be marked is printed when it is complete.
+        What is `shown` stands before each: the prompt, or nothing before an answer.
         """
-        streams = samples == 1 and not (self.show_sources and console.shows_colours(sys.stdout))
         for generation in self._start_batches(prompt, samples, batch_size):
-            if streams:
+            if samples == 1:
                 pieces = chain([shown], (piece for _, piece in generation), ["\n"])
                 if not console.stream_to_stdout(pieces):
                     return
             with console.show_elapsed("generating"):
                 texts = generation.finish()
-            for text in texts:
-                found = self._find_copies(text.text, text.prompt)
-                if not streams:
-                    before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
-                    stretches = found.stretches if found else []
-                    marked = console.mark(f"{text.text}\n", stretches)
-                    pieces = chain(console.mark(before, []), marked)
-                    if not console.stream_to_stdout(pieces, raw=True):
-                        return
-                _say_copies(found, text.text)
+            if samples > 1:
+                whole = (f"--- {text.number + 1}\n{shown}{text.text}\n" for text in texts)
+                if not console.stream_to_stdout(whole):
+                    return
             if sys.stderr.isatty():
                 console.say(_describe_speed(generation))
 
     def print_json(self, prompt: str | list[int], samples: int, batch_size: int) -> None:
         """Print texts and speed as one JSON object."""
         generations = list(self._start_batches(prompt, samples, batch_size))
-        listed: list[dict[str, Any]] = []
-        for text in chain.from_iterable(generation.finish() for generation in generations):
-            listed.append(text.to_dict())
-            if found := self._find_copies(text.text, text.prompt):
-                listed[-1]["sources"] = found.to_dict()
+        texts = chain.from_iterable(generation.finish() for generation in generations)
+        listed = [text.to_dict() for text in texts]
         n_tokens = sum(generation.n_tokens for generation in generations)
         seconds = sum(generation.seconds for generation in generations)
         facts: dict[str, Any] = {
@@ -280,7 +235,7 @@ class _Writer:
             text = line or text
             # The same prompt gives another text each time, unless a seed asks for one text.
             number = 0 if "seed" in self.settings else turn
-            text += self._print_answer(text, number, shown=line, before=text)
+            text += self._print_answer(text, number, shown=line)
             turn += 1
 
     def chat(self) -> None:
@@ -308,13 +263,8 @@ class _Writer:
             answer = self._print_answer(run.encode_chat(messages), turn)
             messages.append({"role": "assistant", "content": answer})
 
-    def _print_answer(
-        self, prompt: str | list[int], number: int, shown: str = "", before: str = ""
-    ) -> str:
-        """Print a text as it is generated, behind what is `shown`; return it, or a part at Ctrl-C.
-
-        `before` is the prompt, in which a copy may begin.
-        """
+    def _print_answer(self, prompt: str | list[int], number: int, shown: str = "") -> str:
+        """Print a text as it comes, behind what is `shown`; return it, or a part at Ctrl-C."""
         generation = None
         try:
             generation = self.run.start([prompt], [number], **self.settings)
@@ -322,26 +272,7 @@ class _Writer:
             console.stream_to_stdout(chain([shown], pieces, ["\n"]))
         except KeyboardInterrupt:
             console.stream_to_stdout(["\n"])
-        text = generation.samples[0].text if generation else ""
-        _say_copies(self._find_copies(text, before), text)
-        return text
-
-    def _find_copies(self, text: str, prompt: str) -> "Copies | None":
-        return self.run.find_copies(text, prompt) if self.show_sources else None
-
-
-def _say_copies(found: "Copies | None", text: str) -> None:
-    """Say how much of a text is copied, and where the longest copies stand."""
-    if found is None:
-        return
-    console.say("")
-    console.say(found.describe())
-    longest_first = sorted(found.copies, key=lambda copy: -copy.length)
-    for copy in longest_first[:SHOWN_COPIES]:
-        words = " ".join(text[copy.start : copy.end].split())
-        console.say(f"{copy.length:6,}  {copy.place}: {shorten(words, QUOTED_CHARACTERS)}")
-    if len(found.copies) > SHOWN_COPIES:
-        console.say(f"        and {len(found.copies) - SHOWN_COPIES:,} shorter ones")
+        return generation.samples[0].text if generation else ""
 
 
 def _describe_speed(generation: "Generation") -> str:

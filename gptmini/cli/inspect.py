@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gptmini.cli.options import RunName, option, resolve_run
 from gptmini.console import say, show_elapsed
+from gptmini.doors import load_pages, load_plots
 from gptmini.errors import ConfigError
 
 
@@ -34,14 +35,12 @@ def inspect(
     if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
 
-    if out is not None:
-        from gptmini.figures import plots
-
-        suffixes: tuple[str, ...] = plots.PICTURE_SUFFIXES
-        if mask is None:
-            suffixes = (*suffixes, ".html")
-        plots.check_suffix(out, suffixes)
-        plots.check_can_draw(out)
+    is_page = out is not None and out.suffix.lower() == ".html" and mask is None
+    if out is not None and not is_page:
+        plots = load_plots()
+        pages = [] if mask else [".html"]
+        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, *pages))
+        plots.check_can_draw()
     if mask is not None:
         from gptmini.cli import attention_maps
 
@@ -71,17 +70,15 @@ def _inspect_run(
     say(f"{path}: step {trained.step}")
     is_page = out is not None and out.suffix.lower() == ".html"
     if out is not None and is_page:  # before printing, as `| head` may close stdout
-        from gptmini.extras.page.export import export_page
-
+        pages = load_pages()
         with show_elapsed("writing the page"):
-            export_page(trained, out, prompt=prompt)
+            pages.export_page(trained, out, prompt=prompt)
         say(f"{out}: written; open it in a browser")
     print(view.format_text())
     if out is None:
         say("as a page to explore: --out FILE.html")
     elif not is_page:
-        from gptmini.figures import plots
-
+        plots = load_plots()
         weights = view.weights.numpy()  # (L, H, T, T)
         figure = plots.draw_attention(weights, view.labels, view.n_kv_head, view.layers, head)
         plots.save_figure(figure, out)

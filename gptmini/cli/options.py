@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptmini.errors import CheckpointError, ConfigError, DataError, shorten
-from gptmini.files import decode_utf8
+from gptmini.files import decode_utf8, is_configuration_alone, is_run
 
 if TYPE_CHECKING:
     from gptmini.config.settings import Config
@@ -160,6 +160,8 @@ def find_config(name: str) -> Path | None:
         return None
     configs = load.map_config_names()
     is_named = path.suffix in (".yaml", ".yml") or name in configs
+    if is_configuration_alone(path):
+        raise ConfigError(f"{name}: neither a run nor a text; name its config.yaml to train it")
     if path.exists() and not is_named:
         return None
     runs = _list_runs()
@@ -173,8 +175,7 @@ def find_run(name: str) -> Path | None:
     """Find the run directory that is given by its path or that of its config.yaml."""
     path = Path(name)
     folder = path.parent if path.name == "config.yaml" else path
-    files = (folder / "config.yaml", folder / "tokenizer.json")
-    return folder if all(file.is_file() for file in files) else None
+    return folder if is_run(folder) else None
 
 
 def resolve_run(run: Path | None) -> Path:
@@ -202,11 +203,7 @@ def resolve_run(run: Path | None) -> Path:
 
 def _list_runs() -> dict[str, Path]:
     """Map the names of the runs in runs/ to their directories."""
-    return {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
-
-
-def is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / "config.yaml")
+    return {folder.name: folder for folder in RUNS_FOLDER.glob("*") if is_run(folder)}
 
 
 def choose_out(

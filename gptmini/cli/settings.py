@@ -38,8 +38,10 @@ def list_settings(
         known = load.find_full_key(leaf)
         if known is None:
             leaves = [key.rpartition(".")[2] for key in listed]
-            names = [leaf, *difflib.get_close_matches(leaf, leaves, 1, 0.75)]
-            remedy = next(filter(None, map(load.find_remedy, names)), "gptmini settings lists all")
+            near = difflib.get_close_matches(leaf, leaves, 1, 0.75)
+            remedy = "gptmini settings lists all"
+            if near:
+                remedy = f"did you mean {load.find_full_key(near[0])}?"
             raise ConfigError(f"{name}: no such setting; {remedy}")
         chosen = [known]
     width = max(40, min(100, shutil.get_terminal_size().columns))

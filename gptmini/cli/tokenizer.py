@@ -11,7 +11,7 @@ import typer
 from gptmini.cli.options import AsJson, Assignments, argument, flag, option, parse_assignments
 from gptmini.console import escape_control_characters, format_table, say, stream_to_stdout
 from gptmini.errors import ConfigError, DataError, shorten
-from gptmini.files import atomic_write_bytes, decode_utf8
+from gptmini.files import atomic_write_bytes, check_replaceable, decode_utf8
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 
@@ -30,7 +30,7 @@ def train(
     """Learn a byte-pair encoding from texts."""
     from gptmini.config import load
     from gptmini.data import corpus
-    from gptmini.data.text import DividedText, TextPart, find_text, spool_stdin
+    from gptmini.data.text import find_text, spool_stdin
 
     settings = parse_assignments(assignments)
     for label, (section, *_), _ in settings:
@@ -38,6 +38,7 @@ def train(
             raise ConfigError(f"{label}: applies to settings of data alone; leave it out")
     if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
+    check_replaceable(out, b'{\n"format": ')
     config = load.load_config(
         None,
         [
@@ -49,8 +50,7 @@ def train(
     )
     with spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
         text = find_text(paths, config.data)
-        whole = TextPart(DividedText(text, 0.0, 0.0), "training")
-        learned = corpus.learn_tokenizer("bpe", vocab_size, [whole], text.has_conversations)
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [text], text.has_conversations)
     atomic_write_bytes(out, learned.to_json().encode())
     say(f"saved {out}: {learned.vocab_size:,} tokens")
 

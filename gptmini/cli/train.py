@@ -19,11 +19,10 @@ from gptmini.cli.options import (
     build_config,
     choose_out,
     find_run,
-    is_run,
     option,
     resolve_run,
 )
-from gptmini.errors import ConfigError
+from gptmini.files import check_run_folder, is_run
 
 if TYPE_CHECKING:
     from gptmini.train.state import Training
@@ -67,8 +66,7 @@ def train(
     train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
     settings = build_config(config, data, attention, train_options, assignments, base)
     out = out or choose_out(config, settings.data.path[0], attention, base)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    check_run_folder(out)
     log.check_installed(settings.train.log_to)
     if base is not None and not is_run(out):
         resolve_run(base)  # answers a wrong name with the nearest

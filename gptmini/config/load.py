@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from gptmini.config import yamlfile
-from gptmini.config.aliases import ALIASES
 from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
 from gptmini.console import quote
@@ -189,20 +188,9 @@ DEFAULT_CONFIG_FILE = CONFIGS_DIR / "default.yaml"
 
 
 def find_full_key(name: str, section: str = "") -> str | None:
-    """Find the full key of a setting by its last name, which may be that of another project."""
-    keys = [key for key in list_keys() if key.rpartition(".")[2] == name]
-    alias = ALIASES.get(name)
-    if alias is not None and " " not in alias:
-        keys.append(alias)
+    """Find the full key of a setting, in a section or in any, by its last name."""
+    keys = (key for key in list_keys() if key.rpartition(".")[2] == name)
     return next((key for key in keys if key.startswith(section)), None)
-
-
-def find_remedy(name: str) -> str:
-    """Say what to do about a setting of another project, by its name there; "" if unknown."""
-    remedy = ALIASES.get(name, "")
-    if " " not in remedy and (key := find_full_key(name)):
-        return f"did you mean {key}?"
-    return remedy
 
 
 def list_keys() -> list[str]:
@@ -218,7 +206,7 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         for key, problem in mistake["ctx"]["found"]:
             yield f"{_locate((*path, *key.split('.')), origins)}: {problem}"
     elif kind == "extra_forbidden":
-        kind = "setting" if len(path) > 1 or find_remedy(path[0]) else "section"
+        kind = "setting" if len(path) > 1 or find_full_key(path[0]) else "section"
         yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         value = _format_wrong(mistake["input"], kind)
@@ -267,8 +255,8 @@ def _locate(path: KeyPath, origins: Origins) -> str:
 def _suggest_setting(path: KeyPath) -> str:
     """Suggest the setting that was probably meant by an unknown one."""
     *section, leaf = path
-    if remedy := find_remedy(leaf):
-        return remedy
+    if key := find_full_key(leaf):
+        return f"did you mean {key}?"
     prefix = "".join(f"{name}." for name in section)
     known = [key for key in list_keys() if key.startswith(prefix)]
     names = [key.removeprefix(prefix).partition(".")[0] for key in known]

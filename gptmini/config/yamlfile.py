@@ -14,7 +14,7 @@ import yaml
 from gptmini import files
 from gptmini.errors import ConfigError, describe_invalid_utf8, describe_os_error
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 4 << 20  # twice what Linux lets a command line be
 MAX_DEPTH = 20
 MAX_DIGITS = 100
 
@@ -41,7 +41,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], LineNumbers]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
-                f"{path}: larger than 1 MiB, so not a configuration; pass a text with --data"
+                f"{path}: larger than 4 MiB, so not a configuration; pass a text with --data"
             )
         text = files.read_regular(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """PyYAML's safe dumper, which quotes text that our loader would not read as text.
 
-    Line breaks are written as backslash n, not as empty lines.
+    Line breaks are written as backslash n, not as empty lines; so is what YAML takes for one.
     """
 
     yaml_implicit_resolvers = RESOLVERS
@@ -130,7 +130,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
-        if "\n" in value:
+        if re.search("[\n\x85\u2028\u2029\ufeff]", value):
             style = '"'
         return super().represent_scalar(tag, value, style)
 

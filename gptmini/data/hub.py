@@ -127,8 +127,6 @@ def _report_failure(kind: Kind, name: str, revision: str | None) -> Iterator[Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of a full disk, which is an error soon
             yield
-    except GptminiError:  # a signal
-        raise
     except Exception as error:  # hf_xet has types of its own
         raise _explain_failure(error, kind, name, revision) from None
 

@@ -157,10 +157,15 @@ class TorchEngine(Engine):
         for text in texts:
             self._assign_slot(text, texts)
         pieces: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
-        while unready := [text for text in texts if _count_unseen(text) > 1]:
+        twins = _find_twins(texts)
+        while unready := [each for each in texts if each not in twins and _count_unseen(each) > 1]:
             batch = self._choose_batch(unready)
             for text, logits in zip(batch, self._prefill(batch), strict=True):
                 pieces[text].append(logits)
+        for text, read in twins.items():
+            self._cache.copy_row(self._slots.index(read), self._slots.index(text))
+            text.n_cached = read.n_cached
+            pieces[text] = [piece.clone() for piece in pieces[read]]  # filters may change theirs
         ready = [text for text in texts if _count_unseen(text) == 1]
         if ready:
             for text, logits in zip(ready, self._step(ready), strict=True):
@@ -341,6 +346,18 @@ def round_up_rows(n_rows: int) -> int:
 
 def _count_unseen(text: Sequence) -> int:
     return len(text.context) - text.n_cached
+
+
+def _find_twins(texts: list[Sequence]) -> dict[Sequence, Sequence]:
+    """Find new texts that begin as an earlier one does, such as samples of one prompt; with it."""
+    firsts: dict[tuple[int, ...], Sequence] = {}
+    twins = {}
+    for text in texts:
+        if text.n_cached == 0 and len(text.context) > 1:
+            first = firsts.setdefault((text.n_logits, *text.context), text)
+            if first is not text:
+                twins[text] = first
+    return twins
 
 
 def _join(pieces: list[Tensor]) -> Tensor:

@@ -38,7 +38,7 @@ from gptmini.machine import CPP_COMPILERS, find_compiler, multiplies_bfloat16, p
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_own_model
-from gptmini.runs.tensors import check_shapes
+from gptmini.runs.tensors import check_weights
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Templates of chats are imported when they are needed: a command waits for all that is imported
@@ -538,7 +538,7 @@ def load_run(
     else:
         net = create_undrawn(config.model)
     tensors = checkpoint.model
-    check_shapes(tensors, net.state_dict(), directory.checkpoints)
+    check_weights(tensors, net, directory.checkpoints)
     net.eval().load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
     if model is not None:

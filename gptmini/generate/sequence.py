@@ -22,7 +22,8 @@ def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     """Return the tokens that stand in for an empty prompt."""
     if not sample.start:
         return [tokenizer.eos_token_id]
-    return tokenizer.add_bos(tokenizer.encode(sample.start).tolist())
+    # A tokenizer may drop white space.
+    return tokenizer.add_bos(tokenizer.encode(sample.start).tolist()) or [tokenizer.eos_token_id]
 
 
 def allow_any_but_end(tokenizer: Tokenizer) -> Tensor:

@@ -73,8 +73,8 @@ class Attention(nn.Module):
         """
         heads = (-1, self.head_dim)
         projections = [self.q_proj, self.k_proj, self.v_proj]
-        if self.training and joins_projections(x.device):
-            q, k, v = apply_jointly(projections, x)
+        if self.training and fuses_qkv(x.device):
+            q, k, v = fused_linear(projections, x)
         else:
             q, k, v = (project(x) for project in projections)
         q = q.unflatten(-1, heads)  # (B, T, H·K) -> (B, T, H, K)
@@ -103,18 +103,18 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, mask, dropout, self.backend)
 
-    def mask(self, queries: Tensor, keys: Tensor, made: Masks) -> Tensor | None:
+    def mask(self, queries: Tensor, keys: Tensor, shared: Masks) -> Tensor | None:
         """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
 
         Positions are (B, T) and (B, S) where each row has its own. The layers of a pass then share
-        masks: `made` has them, by window. A rule on positions goes into `make_mask`, and into the
+        masks: `shared` has them, by window. A rule on positions goes into `make_mask`, and into the
         question below of whether a mask is needed; a bias on the scores goes where ALiBi's is.
         """
         if keys.ndim == 2:
-            if self.window not in made:
+            if self.window not in shared:
                 # As a bias, or torch's kernels would turn it into one in each layer.
-                made[self.window] = self._make_bias(queries, keys)
-            return made[self.window]  # (B, 1, T, S), with ALiBi (B, H, T, S)
+                shared[self.window] = self._make_bias(queries, keys)
+            return shared[self.window]  # (B, 1, T, S), with ALiBi (B, H, T, S)
         if self.alibi_slopes is not None:
             return self._make_bias(queries, keys)  # (H, T, S)
         T = len(queries)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         return (bias + make_alibi_bias(queries, keys, self.alibi_slopes)).type_as(bias)
 
 
-def joins_projections(device: torch.device) -> bool:
+def fuses_qkv(device: torch.device) -> bool:
     """Check whether training computes q, k and v in one product: it fills an accelerator better.
 
     In generation, joining the weights would cost more than it saves.
@@ -141,7 +141,7 @@ def joins_projections(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def apply_jointly(layers: list[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
+def fused_linear(layers: list[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Apply several linear layers to x (..., D) in one product, forward and backward."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]

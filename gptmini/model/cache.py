@@ -1,9 +1,11 @@
 """The KV cache: keys and values of earlier tokens, so that each token is read once.
 
-`KVCache` has rows that grow together; `StaticCache` holds in each row a text of its own length, at
-addresses that never change. A layer gives `Attention` its cache as a `LayerCache`, whose `update`
-adds new keys and values and returns all that the new queries may see. A cache knows nothing of
-attention: it says at which position each key is, and masks are made from positions.
+`KVCache` is for reading and for loops of one's own, as in scripts/nano.py: its rows grow together.
+`StaticCache` is for generating: each row holds a text of its own length, at addresses that never
+change, and PyTorch's engine passes some of the rows at a time. A layer gives `Attention` its cache
+as a `LayerCache`, whose `update` adds new keys and values and returns all that the new queries may
+see. A cache knows nothing of attention: it says at which position each key is, and masks are made
+from positions.
 
 Letters: B rows of a batch or a pass, R rows of a cache, T tokens, S keys, G KV heads, K head size.
 """
@@ -47,7 +49,7 @@ class LayerCache:
 
 
 class NoCache(LayerCache):
-    """What a layer has where a text is read as a whole, as in training: it keeps nothing."""
+    """Keeps nothing, as a text is read as a whole in training."""
 
     def __init__(self, device: torch.device) -> None:
         self.masks = {}

@@ -31,12 +31,7 @@ from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention
 from gptmini.model.cache import KVCache, LayerCache, NoCache
 from gptmini.model.induction import wire_induction_head
-from gptmini.model.kernels import (
-    Dropout,
-    cross_entropy_,
-    linear_cross_entropy,
-    overwrite_by_softmax_,
-)
+from gptmini.model.kernels import Dropout, cross_entropy_, linear_cross_entropy, softmax_
 from gptmini.model.layers import MLP, Rotary, create_norm
 
 WEIGHT_STD = 0.02
@@ -78,7 +73,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False  # recompute each block in backward
         self.uses_cache = True  # False for a model of one's own that cannot
         # The softmax of `linear_cross_entropy`, to be replaced by a compiled one.
-        self.overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_
+        self.softmax: Callable[[Tensor, Tensor], Tensor] = softmax_
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.positions: nn.Embedding | None = None
         if config.position == "learned":
@@ -116,9 +111,9 @@ class GPT(nn.Module):
     def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss that `forward` describes."""
         hidden = self.forward_hidden(tokens)  # (B, T, D)
-        if joins_head_and_loss(tokens.device):
+        if fuses_head_and_loss(tokens.device):
             return linear_cross_entropy(
-                hidden.flatten(0, 1), self.head_weight, targets.flatten(), self.overwrite_by_softmax
+                hidden.flatten(0, 1), self.head_weight, targets.flatten(), self.softmax
             )
         logits = self.compute_logits(hidden)  # (B, T, V)
         return cross_entropy_(logits.flatten(0, 1), targets.flatten())
@@ -160,12 +155,6 @@ class GPT(nn.Module):
         return head.weight
 
 
-def create_meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a model by name, on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return GPT(config).state_dict()
-
-
 class _SkipDraws(TorchFunctionMode):
     """Leaves tensors as they are where torch would fill them with random numbers."""
 
@@ -179,7 +168,7 @@ class _SkipDraws(TorchFunctionMode):
 
 
 def create_undrawn(config: ModelConfig) -> GPT:
-    """Create a model without drawing its matrices, for those who load them next.
+    """Create a model without drawing its weights, for those who load them or need their shapes.
 
     They hold whatever lies in memory, and no page of it is touched. A model on the meta device has
     no memory either, but torch takes seconds to import what that device needs.
@@ -188,7 +177,7 @@ def create_undrawn(config: ModelConfig) -> GPT:
         return GPT(config, draw=False)
 
 
-def joins_head_and_loss(device: torch.device) -> bool:
+def fuses_head_and_loss(device: torch.device) -> bool:
     """Check whether the loss takes `linear_cross_entropy`, made for accelerators."""
     return device.type != "cpu"
 

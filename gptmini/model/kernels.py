@@ -1,4 +1,4 @@
-"""What is not torch's, and why: norm, activation, dropout and loss in less time and memory.
+"""Norm, activation, dropout and loss in less time and memory than torch's.
 
 Each computes what its name says, so a reader of the model may skip this file.
 
@@ -153,7 +153,7 @@ class _CrossEntropy(torch.autograd.Function):
         return logits.mul_(gradient), None
 
 
-def overwrite_by_softmax_(logits: Tensor, labels: Tensor) -> Tensor:
+def softmax_(logits: Tensor, labels: Tensor) -> Tensor:
     """Overwrite logits (N, V) with their softmax; returns its logarithm at the labels (N, 1)."""
     logprobs = logits.float().log_softmax(-1)  # (N, V)
     label_logprobs = logprobs.gather(1, labels)  # (N, 1)
@@ -165,7 +165,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_,
+    softmax: Callable[[Tensor, Tensor], Tensor] = softmax_,
 ) -> Tensor:
     """Compute the mean cross-entropy of the logits hidden (N, D) @ weight (V, D)ᵀ, in float32.
 
@@ -174,14 +174,14 @@ def linear_cross_entropy(
     For accelerators: head and loss in one, on chunks of rows, so that all logits never exist at
     once. Each chunk gives its share of the gradients as soon as it has its loss, while its logits
     are there; in bfloat16, the shares of the weight's gradient are added in float32. A compiled
-    `overwrite_by_softmax` moves 6 bytes for each bfloat16 logit: it reads them twice and writes
+    `softmax` moves 6 bytes for each bfloat16 logit: it reads them twice and writes
     them once. The plain one, whose steps are in float32, moves 28.
 
     The rows of the weight, and so those of the logits, are padded to a multiple of 64. A GPU reads
     16 bytes at a time, and a row of 50,257 numbers begins anywhere: all three products, logits and
     both gradients, would fall back to slow kernels.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, overwrite_by_softmax)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, softmax)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -191,7 +191,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor],
+        softmax: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         N = len(hidden)
         V = len(weight)
@@ -214,7 +214,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x = chunk.to(dtype)  # (rows, D)
             logits = x @ padded.T  # (rows, padded V)
             logits[:, V:] = -torch.inf  # no share in the softmax, so no gradient
-            label_logprobs = overwrite_by_softmax(logits, chunk_labels)  # (rows, 1)
+            label_logprobs = softmax(logits, chunk_labels)  # (rows, 1)
             total -= label_logprobs.masked_fill(chunk_is_ignored, 0).sum()
             if any(ctx.needs_input_grad):
                 # The gradient of a row's loss is its softmax, minus 1 at the label.

@@ -5,6 +5,7 @@ Letters: N matrices, R rows, C columns.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from gptmini.errors import ConfigError
 from gptmini.model.gpt import GPT
 
 Orthogonalize = Callable[[Tensor], Tensor]  # (N, R, C) -> (N, R, C)
+NUMBER = ":number"  # ends the name of a plain number among the tensors of a state
 
 
 def compute_learning_rate(config: TrainConfig, step: int) -> float:
@@ -121,6 +123,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose has the same shape
             for matrix in group["params"]:
+                if matrix.grad is None:  # not used, in a model of one's own
+                    continue
                 shape = (min(matrix.shape), max(matrix.shape))  # (R, C)
                 by_shape.setdefault(shape, []).append(matrix)
             for matrices in by_shape.values():
@@ -196,6 +200,7 @@ class Optimizer:
         self.names: dict[Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters()
         }
+        self.given_groups: list[dict[str, Any]] = []  # of an optimizer that is wrapped
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
         by_muon: set[Tensor] = set()
         if config.optimizer == "muon":
@@ -237,6 +242,7 @@ class Optimizer:
             raise ConfigError("optimizer: the learning rate of its first group must be above 0")
         for group in optimizer.param_groups:
             group["lr_ratio"] = group["lr"] / first
+        wrapped.given_groups = [dict(group) for group in optimizer.param_groups]
         return wrapped
 
     def step(self, lr: float) -> None:
@@ -248,29 +254,60 @@ class Optimizer:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all state as `parameter/key`: names survive a change of order, indices do not."""
-        return {
-            f"{self.names[parameter]}/{key}": tensor
+        """Return all state as `parameter/key`: names survive a change of order, indices do not.
+
+        Of an optimizer that is wrapped, what has changed in a group is `groups.INDEX/key`.
+        ConfigError for state that is neither a tensor nor a number.
+        """
+        state = {
+            f"{self.names[parameter]}/{key}": value
             for optimizer in self.optimizers
-            for parameter, tensors in optimizer.state.items()
-            for key, tensor in tensors.items()
-            if isinstance(tensor, Tensor)
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
         }
+        for index, given in enumerate(self.given_groups):
+            for key, value in self.optimizers[0].param_groups[index].items():
+                if key not in ("params", "lr") and (
+                    isinstance(value, Tensor) or value != given.get(key)
+                ):
+                    state[f"groups.{index}/{key}"] = value
+        return dict(_to_tensor(*entry) for entry in state.items() if entry[1] is not None)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned; torch's own format has indices in the place of names."""
-        by_parameter: dict[str, dict[str, Tensor]] = {}
+        by_owner: dict[str, dict[str, Tensor | float]] = {}
         for name, tensor in tensors.items():
-            parameter_name, _, key = name.rpartition("/")
-            by_parameter.setdefault(parameter_name, {})[key] = tensor
+            owner, _, key = name.rpartition("/")
+            value = tensor.item() if key.endswith(NUMBER) else tensor
+            by_owner.setdefault(owner, {})[key.removesuffix(NUMBER)] = value
         for optimizer in self.optimizers:
             state = {
-                index: by_parameter[self.names[parameter]]
+                index: by_owner[self.names[parameter]]
                 for index, parameter in enumerate(_list_parameters(optimizer))
-                if self.names[parameter] in by_parameter
+                if self.names[parameter] in by_owner
             }
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
+            for parameter, values in optimizer.state.items():
+                for key, saved in by_owner[self.names[parameter]].items():
+                    if isinstance(saved, Tensor):  # torch gives it the type of the parameter
+                        values[key] = saved.to(values[key].device)
+        for index in range(len(self.given_groups)):
+            self.optimizers[0].param_groups[index].update(by_owner.get(f"groups.{index}", {}))
+
+
+def _to_tensor(name: str, value: object) -> tuple[str, Tensor]:
+    """Return state of an optimizer as a checkpoint holds it."""
+    if isinstance(value, Tensor):
+        return name, value
+    if isinstance(value, float):
+        return name + NUMBER, torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, int):  # or bool
+        return name + NUMBER, torch.tensor(value)
+    raise ConfigError(
+        f"optimizer: a checkpoint cannot hold its {name}, a {type(value).__name__}; keep tensors "
+        f"and numbers"
+    )
 
 
 def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

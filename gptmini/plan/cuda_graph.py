@@ -17,13 +17,12 @@ from gptmini import machine
 from gptmini.console import warn
 from gptmini.model.gpt import GPT
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # of tokens and targets (B, T), a scalar
 # Passes before recording: they compile, choose kernels and take memory.
 WARM_UP_PASSES = 2
 
 
-def create_loss(model: GPT, device: torch.device) -> Loss:
-    """Return what computes a model's loss in training: the model, or on CUDA its recording.
+def create_loss(model: GPT, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Choose what computes the loss () of targets (B, T): the model, or on CUDA its recording.
 
     Gradient checkpointing restores random states, which no graph can.
     """

@@ -155,7 +155,8 @@ def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Confi
     """Choose what stands before a text without a prompt: the end-of-text token, if it was learned.
 
     A model of a single document has hardly ever read that token, and continues it with garbage. It
-    knows what begins after a line break; a text without those has a character that is common.
+    knows what begins after a line break; a text without those has a character that is common, and
+    that the tokenizer does not drop.
     """
     if "start" in config.sample.model_fields_set:
         return config
@@ -163,5 +164,7 @@ def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Confi
     document_tokens_read = count_epochs(config, text) * corpus.inner_document_count
     if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
         excerpt = corpus.read_excerpt()
-        start = "\n" if "\n" in excerpt else Counter(excerpt).most_common(1)[0][0]
+        common = [each for each, _ in Counter(excerpt).most_common()]
+        starts = ["\n", *common] if "\n" in excerpt else common
+        start = next((each for each in starts if len(corpus.tokenizer.encode(each))), None)
     return config.fill_open({"sample": {"start": start}})

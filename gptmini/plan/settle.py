@@ -11,7 +11,7 @@ from dataclasses import replace
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
 from gptmini.console import format_count, format_duration, say, warn
-from gptmini.data.corpus import FoundText, TrainingText, encode_text, open_text
+from gptmini.data.corpus import TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.machine import keep_freed_memory, pick_compute, release_freed_memory
@@ -83,7 +83,7 @@ def make_plan(
 
 
 def choose_sizes_by_bytes(
-    request: Request, machine: Machine, text: FoundText
+    request: Request, machine: Machine, text: TrainingText
 ) -> tuple[Request, int | None]:
     """Choose sizes for which a vocabulary is to be learned, if minutes choose them.
 
@@ -95,8 +95,6 @@ def choose_sizes_by_bytes(
     is_size_open = kind in ("auto", "bpe") and config.tokenizer.vocab_size is None
     if request.minutes is None or config.base.run is not None or not is_size_open:
         return request, None
-    if not isinstance(text, TrainingText):  # numbers of tokens
-        return request, None
     seconds = machine.get_seconds_left(request.minutes)
     tokens = max(1.0, text.bytes / BYTES_PER_TOKEN)
     guess = TextSize(total=tokens, per_epoch=tokens)
@@ -104,7 +102,7 @@ def choose_sizes_by_bytes(
     return replace(request, config=config), steps
 
 
-def prepare_tokens(request: Request, text: FoundText, steps: int | None = None) -> Corpus:
+def prepare_tokens(request: Request, text: TrainingText, steps: int | None = None) -> Corpus:
     """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
     `steps` are those that training will make, where they are known. DataError for a text that
@@ -135,6 +133,10 @@ def say_text(request: Request, corpus: Corpus) -> None:
     """Show the text in tokens, and the base."""
     is_kind_chosen = request.config.base.run is None and request.stated.tokenizer.kind == "auto"
     say(corpus.format_summary("auto" if is_kind_chosen else ""))
+    if not len(corpus.tokenizer.encode(" ")):
+        warn(
+            f"{corpus.name}: its tokenizer drops spaces and line breaks, so texts are without them"
+        )
     if request.config.base.run is not None:
         say_base(request.config, corpus)
 

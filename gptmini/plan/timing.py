@@ -299,9 +299,7 @@ def compile_blocks(model: GPT) -> None:
     options = _choose_compiler_options(model.device)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False, options=options)
-    model.overwrite_by_softmax = torch.compile(
-        model.overwrite_by_softmax, dynamic=False, options=options
-    )
+    model.softmax = torch.compile(model.softmax, dynamic=False, options=options)
 
 
 def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ from gptmini import files
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, DataError, MachineError, describe_os_error
+from gptmini.errors import CheckpointError, ConfigError, DataError, MachineError, describe_os_error
 from gptmini.runs import tensors
 from gptmini.runs.tensors import (
     Manifest,
@@ -50,7 +50,7 @@ from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
-CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass
@@ -85,7 +85,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Return whether a run is here: its configuration is the last file that `create` writes."""
-        return self.config_file.exists()
+        return files.is_run(self.path)
 
     def create(
         self, config: Config, text_tokenizer: Tokenizer, request: Config | None = None
@@ -101,11 +101,22 @@ class RunDirectory:
         self.write_config(config, request)
 
     def write_config(self, config: Config, request: Config | None = None) -> None:
-        """Write the configuration, and what was requested of it if that is given."""
-        if request is not None:
-            stated = request.model_dump(exclude_unset=True)
-            files.atomic_write_bytes(self.request_file, yamlfile.dump(stated).encode())
-        files.atomic_write_bytes(self.config_file, yamlfile.dump(config.model_dump()).encode())
+        """Write the configuration, and what was requested of it if that is given.
+
+        ConfigError if it could not be read back; then nothing is written.
+        """
+        texts = {}
+        if request is not None:  # first, as a run exists once it has a configuration
+            texts[self.request_file] = yamlfile.dump(request.model_dump(exclude_unset=True))
+        texts[self.config_file] = yamlfile.dump(config.model_dump())
+        for path, text in texts.items():
+            if len(text.encode()) > yamlfile.MAX_BYTES:
+                raise ConfigError(
+                    f"{path}: would be larger than 4 MiB; name the folder of the files in data.path"
+                )
+            load.validate(yamlfile.parse(text, str(path)), {})
+        for path, text in texts.items():
+            files.atomic_write_bytes(path, text.encode())
 
     def load_config(self) -> Config:
         """Load the run's configuration; CheckpointError if there is no run."""
@@ -135,8 +146,14 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, or raise MachineError; a killed process locks nobody out."""
+        """Be the only writer, or raise MachineError; a killed process locks nobody out.
+
+        Nothing in the run may be a link, through which a stranger's run would write elsewhere.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        for entry in sorted(self.path.iterdir()):
+            if entry.is_symlink():
+                raise MachineError(f"{entry}: a link, which training could follow; delete it")
         path = self.path / "lock"
         if path.exists() and not path.is_file():
             raise MachineError(f"{path}: not a regular file; delete it")
@@ -349,10 +366,6 @@ class RunDirectory:
         folder = self._get_folder(step)
         state, manifest = self._read_state(step)
         model = tensors.read_tensors(folder, list_model_files(folder, manifest), manifest)
-        if spoiled := tensors.find_infinite(model):
-            raise CheckpointError(
-                f"{folder}: {spoiled} has numbers that are not finite; train the run again"
-            )
         optimizer: Tensors = {}
         if with_optimizer:
             optimizer = tensors.read_tensors(folder, ["optimizer.safetensors"], manifest)
@@ -392,7 +405,7 @@ def find_newest_run(runs: Path) -> Path | None:
 
     Runs that were only begun or converted come last.
     """
-    candidates = [file.parent for file in runs.glob("*/config.yaml")]
+    candidates = [folder for folder in runs.glob("*") if files.is_run(folder)]
     return max(candidates, key=_get_training_time, default=None)
 
 

@@ -80,22 +80,6 @@ class RunLog:
                 warn(f"train.log_to: {name} failed while closing ({error!r})")
 
 
-class NoLog(RunLog):
-    """Writes nothing: of several processes that train together, one keeps the log."""
-
-    def __init__(self) -> None:
-        pass
-
-    def write(self, line: Metrics) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def read_metrics(path: Path) -> list[Metrics]:
     """Read the lines of a metrics file; warns of those that training did not write, and skips them.
 

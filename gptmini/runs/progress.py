@@ -15,7 +15,8 @@ class Progress:
     evaluation; `corpus` and `tokenizer` are SHA-256 digests; `loss_scale` keeps gradients in the
     range of float16 and is 1 for other types; `deterministic` is that of Compute; `source` is what
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
-    `own_model` says that it was trained with a custom model, which no configuration describes.
+    `own_model` says that it was trained with a custom model, which no configuration describes, and
+    `own_optimizer` names the class of a custom optimizer; None in runs of earlier versions.
     """
 
     corpus: str
@@ -34,6 +35,7 @@ class Progress:
     deterministic: bool = False
     source: str = ""
     own_model: bool = False
+    own_optimizer: str | None = ""
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""

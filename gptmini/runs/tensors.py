@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptmini import files
 from gptmini.errors import CheckpointError, describe_os_error
@@ -22,7 +21,6 @@ from gptmini.errors import CheckpointError, describe_os_error
 Tensors = dict[str, Tensor]
 NamedTensors = Iterable[tuple[str, Tensor]]
 Manifest = dict[str, Any]
-DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.int64}  # of what is written here
 OS_ERROR = re.compile(r"os error ([0-9]+)")
 
 
@@ -35,6 +33,8 @@ def write_tensors(
     path: Path, tensors: Tensors, metadata: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Write and sync a safetensors file, and return its entry in the manifest."""
+    path.touch()
+    rights = path.stat().st_mode  # those of the umask; the library's temporary file has 0600
     try:
         safetensors.torch.save_file(_prepare_to_save(tensors), path, metadata)
     except SafetensorError as error:
@@ -43,6 +43,8 @@ def write_tensors(
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    if path.stat().st_mode != rights:
+        path.chmod(rights)
     digest = files.sync_and_hash(path)
     return {"bytes": path.stat().st_size, "sha256": digest}
 
@@ -105,12 +107,9 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
         # By its number, as the library takes no name that is not UTF-8.
         with path.open("rb") as opened, safe_open(_name_by_number(opened, path), "pt") as file:
             # Copied: the library's own tensors are the file itself, which may be deleted or cut.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        if strange := {tensor.dtype for tensor in tensors.values()} - DTYPES:
-            raise ValueError(f"numbers of type {strange.pop()}")
-    except (OSError, ValueError, SafetensorError) as error:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
-    return tensors
 
 
 def _name_by_number(opened: BinaryIO, path: Path) -> str:
@@ -149,17 +148,27 @@ def check_file(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
 
 
-def find_infinite(tensors: Tensors) -> str:
-    """Return the name of the first tensor with a NaN or an infinity; empty if there is none.
+def find_infinite(tensors: Tensors, model: nn.Module) -> str:
+    """Return the name of the first parameter of a model with a NaN or an infinity, or "".
 
+    `tensors` are those of its `state_dict`; a buffer, such as an additive mask, may be infinite.
     Both stay in a sum, which is faster than to ask for each number (scripts/LOG.md: How quickly can
     tensors be checked for NaN?). Only weights near float32's largest number could exceed it
     together.
     """
-    for name, tensor in tensors.items():
-        if not tensor.sum().isfinite():
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not tensors[name].float().sum().isfinite():  # float8 has no sum
             return name
     return ""
+
+
+def check_weights(tensors: Tensors, model: nn.Module, where: Path) -> None:
+    """CheckpointError unless the tensors have a model's names and shapes, and are finite."""
+    check_shapes(tensors, model.state_dict(), where)
+    if spoiled := find_infinite(tensors, model):
+        raise CheckpointError(
+            f"{where}: {spoiled} has numbers that are not finite; train the run again"
+        )
 
 
 def check_shapes(tensors: Tensors, expected: Tensors, where: Path) -> None:

@@ -5,7 +5,7 @@ from itertools import islice
 
 from gptmini.config.settings import Config
 from gptmini.console import iter_with_progress
-from gptmini.model.gpt import create_meta_tensors
+from gptmini.model.gpt import create_undrawn
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.runs.tensors import NamedTensors, Tensors
@@ -32,18 +32,18 @@ def write_run(
     """
     progress = Progress(corpus, tokenizer.fingerprint, source=source)
     run.create(config, tokenizer, config if corpus else None)
-    parts = _split_into_parts(create_meta_tensors(config.model))
+    parts = _split_into_parts(create_undrawn(config.model).state_dict())
     run.check_space(sum(sum(sizes.values()) for sizes in parts))
     remaining = iter(iter_with_progress(weights, "converting", sum(map(len, parts))))
     loaded = (dict(islice(remaining, len(names))) for names in parts)
     run.save_in_parts(asdict(progress), loaded, len(parts), {})
 
 
-def _split_into_parts(metas: Tensors) -> list[dict[str, int]]:
+def _split_into_parts(tensors: Tensors) -> list[dict[str, int]]:
     """Split tensors into files, in order; each file is the bytes of its tensors by name."""
     parts: list[dict[str, int]] = [{}]
-    for name, meta in metas.items():
-        if parts[-1] and sum(parts[-1].values()) + meta.nbytes > PART_BYTES:
+    for name, tensor in tensors.items():
+        if parts[-1] and sum(parts[-1].values()) + tensor.nbytes > PART_BYTES:
             parts.append({})
-        parts[-1][name] = meta.nbytes
+        parts[-1][name] = tensor.nbytes
     return parts

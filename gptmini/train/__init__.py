@@ -2,8 +2,8 @@
 
 Read state.py first, what the loop works on; build.py makes it from a plan. Then read loop.py (the
 loop), step.py (one update), batches.py (which windows of the text a step reads), evaluate.py (the
-loss on held-out text) and checkpoint.py (a run created, resumed, saved). What the user sees is in
-messages.py, progress_bar.py and sample.py.
+loss on held-out text; validate.py calls it) and checkpoint.py (a run created, resumed, saved). What
+the user sees goes through reporter.py.
 
 gradients.py adds those of a step, and group.py has what several processes do otherwise: skip both
 at first. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with fewer KV

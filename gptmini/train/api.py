@@ -4,6 +4,7 @@ import gptmini
 run = gptmini.fit({"data": {"path": "my.txt"}, "train": {"minutes": 5}}, "runs/my")
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gptmini.config.load import read_config
 from gptmini.config.settings import Config, ModelConfig
+from gptmini.files import check_run_folder
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -57,7 +59,9 @@ def fit(
     """
     started = time.perf_counter()
     requested = read_config(config)
-    directory = RunDirectory(Path(out))
+    out = Path(os.path.expanduser(out))
+    check_run_folder(out)
+    directory = RunDirectory(out)
     own = CustomParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:
         plan = group.make_plan(requested, directory, started)

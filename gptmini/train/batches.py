@@ -5,11 +5,6 @@ window once, in a shuffled order and from an offset, both functions of (seed, te
 nothing about the order is ever saved, and any number of processes can compute it. Weighted texts
 have epochs of their own and take turns in a fixed pattern, the mixture cycle.
 
-A shuffled list would need a number for every window; `permute`, at the end, computes any place of
-the order alone. It cuts a window's number into two halves of bits and, in each of a few rounds,
-flips bits of one half by a hash of the other, which the same hash would undo: so no two numbers
-become one (a Feistel network).
-
 Letters: B batch, T positions (seq_len: the context of the model, unless set).
 """
 
@@ -25,7 +20,6 @@ from gptmini.data.chats import IGNORED
 from gptmini.data.token_file import MIXTURE_CYCLE_WINDOWS, TokenFile, apportion, count_windows
 from gptmini.errors import ConfigError
 
-FEISTEL_ROUNDS = 4
 IGNORE_INDEX = -100  # a target that does not count, as in torch
 
 
@@ -36,6 +30,11 @@ def seed_from(*numbers: int) -> int:
     """
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def shuffle(count: int, seed: int) -> Tensor:
+    """Return the numbers below `count` in a random order that the seed decides."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 class Batches:
@@ -59,17 +58,12 @@ class Batches:
         self.seed = seed
         self.rows = rows or range(batch_size)
         self.window_counts = [count_windows(text, seq_len) for text in texts]
-        # The mixture cycle. cycle_shares[t]: places of text t in a cycle. owners[p]: the text at
-        # place p. before[p]: earlier places of that text.
+        # The mixture cycle: how many of its places each text has, and the text at each place.
         self.cycle_shares = apportion(weights or [1.0], MIXTURE_CYCLE_WINDOWS)
-        key = seed_from(seed)
-        order = sorted(
-            range(MIXTURE_CYCLE_WINDOWS),
-            key=lambda place: permute(place, MIXTURE_CYCLE_WINDOWS, key),
-        )
-        owners = np.repeat(np.arange(len(self.cycle_shares)), self.cycle_shares)[order]
-        self.owners = owners.tolist()
-        self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
+        self.turns = np.repeat(np.arange(len(self.cycle_shares)), self.cycle_shares)
+        self.turns = self.turns[shuffle(MIXTURE_CYCLE_WINDOWS, seed_from(seed))]
+        # Of each text the epoch that was read last, and the order of its windows.
+        self._orders: dict[int, tuple[int, Tensor]] = {}
         self._ahead: dict[int, tuple[Tensor, Tensor]] = {}  # the batch of a step, or nothing
 
     def read_ahead(self, step: int) -> None:
@@ -87,27 +81,24 @@ class Batches:
             rows.append(self.texts[which].read_marked(start, self.seq_len + 1))
         return stack_inputs_and_targets(rows)
 
-    def locate_windows(self, step: int) -> list[tuple[int, int]]:
-        """Find the text of each of the batch_size windows of a step, and the position in it."""
-        first = step * self.batch_size
-        return [self._locate_window(number) for number in range(first, first + self.batch_size)]
-
     def _locate_window(self, number: int) -> tuple[int, int]:
         """Find the text and the position of a window, by its number in the whole training."""
         cycle, place = divmod(number, MIXTURE_CYCLE_WINDOWS)
-        which = self.owners[place]
+        which = int(self.turns[place])
         text = self.texts[which]
         count = self.window_counts[which]
-        visits = cycle * self.cycle_shares[which] + self.before[place]  # of this text so far
-        epoch, index = divmod(visits, count)
-        window = permute(index, count, seed_from(self.seed, which, epoch))
+        in_cycle = int((self.turns[:place] == which).sum())  # earlier places of this text
+        epoch, index = divmod(cycle * self.cycle_shares[which] + in_cycle, count)
+        if which not in self._orders or self._orders[which][0] != epoch:
+            self._orders[which] = (epoch, shuffle(count, seed_from(self.seed, which, epoch)))
+        window = int(self._orders[which][1][index])
         # Each epoch shifts all windows by a random offset; the last window must still fit.
         offsets = min(self.seq_len, len(text) - count * self.seq_len)
         offset = seed_from(self.seed, which, epoch, 1) % offsets
         return which, offset + window * self.seq_len
 
 
-class GivenBatches(Batches):
+class CustomBatches(Batches):
     """Batches that a function makes; `read` gives the tokens and targets (B, T) of a step."""
 
     def __init__(
@@ -134,9 +125,6 @@ class GivenBatches(Batches):
                 )
         own_rows = torch.tensor([*self.rows])
         return tokens[own_rows], targets[own_rows]
-
-    def locate_windows(self, step: int) -> list[tuple[int, int]]:
-        return []  # nobody knows where they are from
 
 
 def iter_validation_batches(
@@ -205,32 +193,3 @@ def stack_inputs_and_targets(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor
     tokens = torch.from_numpy((marked & ~IGNORED).astype(np.int64))  # (B, T + 1)
     is_ignored = torch.from_numpy(marked >= IGNORED)  # (B, T + 1)
     return tokens[:, :-1], tokens.masked_fill(is_ignored, IGNORE_INDEX)[:, 1:]
-
-
-# -- a permutation that needs no memory ------------------------------------------------------------
-
-
-def permute(index: int, size: int, key: int) -> int:
-    """Return the image of an index under a permutation of range(size) chosen by a key.
-
-    A balanced Feistel network permutes all numbers of an even number of bits. Applying it until the
-    number falls below `size` makes it a permutation of range(size) (Black and Rogaway 2002).
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left = index >> half
-        right = index & mask
-        for round_ in range(FEISTEL_ROUNDS):
-            left, right = right, left ^ (_mix(right, key + round_) & mask)
-        index = left << half | right
-        if index < size:
-            return index
-
-
-def _mix(number: int, key: int) -> int:
-    """Hash two numbers to 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
-    z = (number * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return z ^ (z >> 31)

@@ -1,8 +1,10 @@
 """Builds a run at step 0: model, optimizer and batches."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from gptmini import machine
 from gptmini.console import show_elapsed
@@ -10,12 +12,12 @@ from gptmini.errors import ConfigError
 from gptmini.generate.own_model import build_own_model, check_cache
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.optim import Optimizer
-from gptmini.plan.cuda_graph import Loss, create_loss
+from gptmini.plan.cuda_graph import create_loss
 from gptmini.plan.plan import Plan
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
-from gptmini.train.batches import Batches, GivenBatches, seed_from
+from gptmini.train.batches import Batches, CustomBatches, seed_from
 from gptmini.train.group import SINGLE_PROCESS, Group
 from gptmini.train.state import FIRST_LOSS_SCALE, CustomParts, Training
 
@@ -47,7 +49,7 @@ def build_training(
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
-    compute_loss: Loss = model
+    compute_loss: Callable[[Tensor, Tensor], Tensor] = model
     if own.loss is not None:
         compute_loss = partial(own.loss, model)
     # A model of one's own may do something else in each pass.
@@ -61,7 +63,7 @@ def build_training(
     micro_batches = list(range(group.rank * n, (group.rank + 1) * n))
     rows = range(group.rank * rank_rows, (group.rank + 1) * rank_rows)
     if own.batches is not None:
-        batches: Batches = GivenBatches(own.batches, config.seq_len, train.batch_size, rows)
+        batches: Batches = CustomBatches(own.batches, config.seq_len, train.batch_size, rows)
     else:
         batches = Batches(
             corpus.training,
@@ -78,6 +80,8 @@ def build_training(
         optimizer = Optimizer(model, train, compute.dtype, orthogonalize)
     progress = _start_progress(plan)
     progress.own_model = own.model is not None
+    if own.optimizer is not None:
+        progress.own_optimizer = type(optimizer.optimizers[0]).__name__
     build_token_bias(corpus.tokenizer, config.sample)  # refuses now what a sample would
     return Training(
         plan=plan,

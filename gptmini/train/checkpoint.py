@@ -15,8 +15,7 @@ from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
-from gptmini.runs.tensors import check_shapes, find_infinite
-from gptmini.train.messages import describe_divergence
+from gptmini.runs.tensors import check_weights, find_infinite
 from gptmini.train.state import Training
 
 # What the last bit of a result depends on: where the run is made, and two settings that may change.
@@ -90,9 +89,14 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
 def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> None:
     """Load weights that rank 0 has read; CheckpointError for those of another model."""
     group = training.group
-    expected = training.model.state_dict()
-    group.on_rank_zero(lambda: check_shapes(checkpoint.model, expected, where))
+    group.on_rank_zero(lambda: check_weights(checkpoint.model, training.model, where))
     training.model.load_state_dict(group.scatter(checkpoint.model))
+
+
+def check_space(training: Training) -> None:
+    """Check that a checkpoint fits: the weights and up to two moments of each in the optimizer."""
+    weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+    training.group.on_rank_zero(lambda: training.run.check_space(3 * weight_bytes))
 
 
 def save_checkpoint(training: Training) -> None:
@@ -105,8 +109,8 @@ def save_checkpoint(training: Training) -> None:
     group = training.group
     weights = group.gather(training.model.state_dict())
     optimizer = group.gather(training.optimizer.state_dict())
-    if group.on_rank_zero(lambda: find_infinite(weights)):
-        raise DivergedError(describe_divergence(training, "weights that are not finite"))
+    if group.on_rank_zero(lambda: find_infinite(weights, training.model)):
+        raise DivergedError("weights that are not finite")
     training.progress.elapsed = training.elapsed
     checkpoint = Checkpoint(asdict(training.progress), weights, optimizer)
     group.on_rank_zero(lambda: training.run.save(checkpoint, training.config.train.keep))
@@ -125,7 +129,6 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
     _note_environment(training, existing, saved)
     training.progress = saved
     training.saved_step = saved.step
-    training.last_logged = (saved.step, saved.seconds)
     training.started -= saved.elapsed
 
     def tidy() -> None:
@@ -140,8 +143,9 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
+    state = {"own_optimizer": None, **checkpoint.state}
     try:
-        saved = Progress(**{entry.name: checkpoint.state[entry.name] for entry in fields(Progress)})
+        saved = Progress(**{entry.name: state[entry.name] for entry in fields(Progress)})
     except KeyError as missing:
         raise CheckpointError(
             f"{run.checkpoints}: step {checkpoint.step} lacks {missing.args[0]}, perhaps begun by "
@@ -153,6 +157,13 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
         raise ConfigError(describe_own_model(run.path, remedy))
     if training.own.model is not None and not saved.own_model:
         raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
+    own_optimizer = training.progress.own_optimizer
+    if saved.step > 0 and saved.own_optimizer not in (None, own_optimizer):
+        raise ConfigError(
+            f"{run.path}: was trained with {saved.own_optimizer or 'the optimizer of gptmini'}; "
+            f"pass the same one to gptmini.fit, or choose another out"
+        )
+    saved.own_optimizer = own_optimizer
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config.data.path, run.path))
     return saved

@@ -140,7 +140,7 @@ def evaluate(
         # With sharded weights, every rank must make equally many passes, or all-gathers hang.
         compute_token_losses(model, inputs, inputs)
     model.train(was_training)
-    sums = group.sum_over_ranks(torch.cat(parts, 1))  # (4, N)
+    sums = group.all_reduce(torch.cat(parts, 1))  # (4, N)
     nats, tokens, text_bytes, correct = sums.numpy()
     if not tokens.any():
         raise DataError("validation: no tokens of an answer to evaluate; hold out more of the text")

@@ -10,7 +10,7 @@ class Gradients:
     """Autograd adds each micro-batch's gradients to those before it."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+        self.parameters = [each for each in parameters if each.requires_grad]
 
     def after_backward(self) -> None:
         """Add the gradients of a micro-batch; called after its backward pass."""
@@ -53,8 +53,9 @@ class ExactGradients(Gradients):
             return
         tree = []
         for parameter in self.parameters:
-            assert parameter.grad is not None
-            tree.append(parameter.grad)
+            # A model of one's own may leave one unused.
+            gradient = parameter.grad
+            tree.append(torch.zeros_like(parameter) if gradient is None else gradient)
             parameter.grad = None
         # As in binary counting: each carry joins two subtrees of one size.
         while groups % 2 == 0:

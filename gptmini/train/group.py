@@ -61,7 +61,7 @@ class Group:
         """Return whether a signal to stop, or to save, has reached any rank."""
         return received.stop, received.save
 
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+    def all_reduce(self, numbers: Tensor) -> Tensor:
         """Add the numbers of all ranks, on the CPU; exact where the others have zeros."""
         return numbers
 

@@ -23,7 +23,7 @@ SUMS = ("nats", "tokens", "bytes")  # of each window
 
 
 @dataclass(frozen=True)
-class KeptLosses:
+class WindowLosses:
     """An evaluation of a model of `parameters` after `step` updates.
 
     `text` identifies the held-out text, whatever the tokenizer; `whole` says that all of it was
@@ -60,13 +60,13 @@ def write_losses(
     files.atomic_write_bytes(_get_path(run, split), json.dumps(data).encode())
 
 
-def read_losses(run: Path, split: Split) -> KeptLosses | None:
+def read_losses(run: Path, split: Split) -> WindowLosses | None:
     """Read the losses of a run; None if there are none, or no whole file."""
     try:
         data = files.read_json(_get_path(run, split))
         nats, tokens, text_bytes = (np.array(data[key], np.float64) for key in SUMS)
         evaluation = Evaluation(nats, tokens, text_bytes, int(data["correct"]))
-        return KeptLosses(
+        return WindowLosses(
             int(data["step"]),
             str(data["text"]),
             bool(data["whole"]),

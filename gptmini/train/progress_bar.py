@@ -1,4 +1,4 @@
-"""What one sees while a run trains: a bar on a terminal, lines elsewhere."""
+"""Shows how far a training has come: a bar on a terminal, lines elsewhere."""
 
 import time
 from typing import Any
@@ -31,13 +31,10 @@ class TrainingProgressBar:
             disable=not self._on_terminal,
         )
 
-    def set_steps(self, steps: int) -> None:
-        """Change the number of steps, to fit the minutes."""
+    def advance(self, loss: float, steps: int) -> None:
+        """Count one of `steps`, which may change to fit the minutes, and show its loss."""
         self._steps = steps
         self._bar.total = steps
-
-    def advance(self, loss: float) -> None:
-        """Count a step and show its loss."""
         self._loss = f"  loss {loss:.4f}"
         self._step += 1
         self._bar.set_description_str(self._format_line(), refresh=False)

@@ -6,14 +6,13 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gptmini.model.optim import compute_learning_rate
+from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 
 if TYPE_CHECKING:  # so that who reads one update need not read what a whole run is made of
     from collections.abc import Callable
@@ -25,7 +24,6 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.machine import Compute
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer
-    from gptmini.plan.cuda_graph import Loss
     from gptmini.plan.plan import Plan
     from gptmini.runs.directory import RunDirectory
     from gptmini.runs.progress import Progress
@@ -33,7 +31,6 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.train.gradients import Gradients
     from gptmini.train.group import Group
 
-RECENT_LOSSES = 50  # with which a new one is compared
 FIRST_LOSS_SCALE = 2.0**16  # in float16
 
 
@@ -68,7 +65,8 @@ class Training:
     own: CustomParts
     # What an update works on.
     model: GPT
-    compute_loss: Loss  # the model, a CUDA graph of it, or a loss of one's own
+    # The mean loss () of targets (B, T): the model, a CUDA graph of it, or a loss of one's own.
+    compute_loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
     batches: Batches
     micro_batches: list[int]
@@ -76,9 +74,7 @@ class Training:
     progress: Progress
     # What the loop remembers from one step to the next.
     started: float  # when the run would have begun, had it never stopped
-    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LOSSES))
     saved_step: int | None = None  # the step of the newest checkpoint
-    last_logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
     evaluation_seconds: float = 0.0  # of the last evaluation
     saving_seconds: float = 0.0  # of the last checkpoint
     # Step and seconds after this command's first update, which allocates for all the others.
@@ -88,6 +84,42 @@ class Training:
     def step(self) -> int:
         """Updates made."""
         return self.progress.step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.config.seq_len
+
+    @property
+    def is_log_due(self) -> bool:
+        settings = self.config.train
+        return self.step % settings.log_every == 0 or self.step in (1, settings.steps)
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        settings = self.config.train
+        return self.step % settings.eval_every == 0 or self.step == settings.steps
+
+    @property
+    def is_save_due(self) -> bool:
+        is_due = self.step % self.config.train.save_every == 0
+        best = self.progress.best
+        return is_due or self.is_finished or (best is not None and best["step"] == self.step)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are made, or the best evaluation is `train.patience` others old.
+
+        Only evaluations in the cool-down count: on the plateau the loss goes up and down, and falls
+        again later.
+        """
+        settings = self.config.train
+        best = self.progress.best
+        if self.step >= settings.steps:
+            return True
+        if settings.patience is None or best is None or self.step % settings.eval_every:
+            return False
+        since = max(best["step"], settings.steps - get_cooldown_steps(settings))
+        return self.step >= since + settings.patience * settings.eval_every
 
     @property
     def steps_follow_minutes(self) -> bool:

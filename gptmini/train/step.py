@@ -3,9 +3,7 @@
 Letters: B rows of a batch, T positions, W processes.
 """
 
-import functools
 import math
-import operator
 from typing import Any
 
 import torch
@@ -63,7 +61,7 @@ def _count_filled_rows(training: Training, targets: Tensor) -> float:
     """
     if not training.corpus.has_ignored and training.own.batches is None:
         return training.config.train.batch_size
-    n_counted = training.group.sum_over_ranks((targets >= 0).sum())
+    n_counted = training.group.all_reduce((targets >= 0).sum())
     return max(1, int(n_counted)) / targets.shape[1]
 
 
@@ -97,9 +95,6 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
         training.batches.read_ahead(step + 1)  # while the device still computes this one
     # In a single process, the only wait for the device in a step.
     *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
-    # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the
-    # same numbers in the same order.
-    all_losses = torch.zeros(settings.batch_size // size, dtype=torch.float64)
-    all_losses[training.micro_batches] = torch.tensor(own_losses, dtype=torch.float64)
-    losses_in_order = training.group.sum_over_ranks(all_losses).tolist()
-    return functools.reduce(operator.add, losses_in_order), norm
+    # In float64 a sum of some float32 numbers has no rounding, so their order does not matter.
+    loss_of_rank = torch.tensor(sum(own_losses), dtype=torch.float64)
+    return training.group.all_reduce(loss_of_rank).item(), norm

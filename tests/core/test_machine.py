@@ -18,7 +18,7 @@ from gptmini.generate import run as run_module
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.plan import timing
-from gptmini.train import evaluate_run, loop
+from gptmini.train import evaluate_run, loop, validate
 from tests.support import tiny, train
 
 
@@ -67,7 +67,7 @@ def test_a_small_model_generates_on_the_cpu_where_it_can_be_compiled(monkeypatch
 def test_a_small_model_is_evaluated_on_the_gpu(monkeypatch, tmp_path):
     """Evaluating reads many tokens at a time, which a GPU does faster for every model."""
     path = tmp_path / "run"
-    path.mkdir()
+    (path / "checkpoints").mkdir(parents=True)
     (path / "config.yaml").touch()
     have(monkeypatch, "cuda")
     devices = []
@@ -172,7 +172,7 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     config = tiny(train={"steps": 1}, data={"path": str(tmp_path / "text.txt")})
     note(GPT, "compute_loss")
     note(loop, "train_step")
-    note(loop, "evaluate")
+    note(validate, "evaluate")
     note(evaluate_run, "evaluate")
     train(config.with_train(compile="auto"), tmp_path / "run")
     here = timing.Machine(machine.pick_compute("cpu", "float32"))
@@ -181,7 +181,7 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     assert seen == {
         "GPT.compute_loss": {1},
         "gptmini.train.loop.train_step": {1},
-        "gptmini.train.loop.evaluate": {1},
+        "gptmini.train.validate.evaluate": {1},
         "gptmini.train.evaluate_run.evaluate": {0},
     }
 

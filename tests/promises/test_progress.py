@@ -35,7 +35,7 @@ def shown(monkeypatch) -> list[str]:
     ("words", "expected"),
     [
         (["generate", "--max-new-tokens", "1"], {"loading the model", "compiling the engine"}),
-        (["plot", "--out", "a.html"], {"drawing"}),
+        (["plot", "--out", "a.png"], {"drawing"}),
         (["convert", "--attention", "gqa:2"], {"loading the model", "converting"}),
         (["export"], {"loading the model", "writing and reading back"}),
         (

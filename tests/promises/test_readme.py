@@ -52,7 +52,7 @@ TEXT = "".join(
     f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
 )
 SPLITS = ("train", "validation")  # of a dataset on the Hub
-FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
+FILE_OPTIONS = ("--data", "--prompt-file", "--file")
 
 
 def blocks(language: str, readme: Path) -> list[str]:
@@ -120,11 +120,7 @@ def provide(name: str, folder: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = TEXT.replace("\n", "<|endoftext|>") if "stories" in name else TEXT
     if ".json" in name:
-        content = (
-            '"It"'
-            if "prompt" in name
-            else json.dumps(dict.fromkeys(("text", "story", "body"), TEXT))
-        )
+        content = json.dumps(dict.fromkeys(("text", "story", "body"), TEXT))
     if not path.suffix:
         path.mkdir()
         (path / "b.txt").write_text(TEXT)

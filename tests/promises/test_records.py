@@ -1,7 +1,7 @@
 """Records that are not understood are refused wherever they come in, and none loses a word.
 
-Each table runs its inputs through all routes that can spell them: the files to train on, prompts in
-JSON lines, and the messages of a chat.
+Each table runs its inputs through all routes that can spell them: the files to train on, and the
+messages of a chat.
 """
 
 import csv
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from gptmini.cli.prompts_file import _read_prompts
 from gptmini.config.settings import DataConfig
 from gptmini.data.text import find_text
 from gptmini.errors import GptminiError
@@ -54,19 +53,11 @@ def read_csv(folder: Path, records: list[Any]) -> list[Any]:
     return read(path)
 
 
-def read_prompts(folder: Path, records: list[Any]) -> list[Any]:
-    path = folder / "prompts.jsonl"
-    path.write_text(
-        "".join(f"{json.dumps(record)}\n" for record in records).replace("text", "prompt")
-    )
-    return [entry["prompt"] for entry in _read_prompts(path)]
-
-
 FILES = {"jsonl": read_json_lines, "parquet": read_parquet, "csv": read_csv}
 GOOD = {"text": "a good one"}
 
 
-@pytest.mark.parametrize("route", [*FILES.values(), read_prompts], ids=[*FILES, "prompts"])
+@pytest.mark.parametrize("route", FILES.values(), ids=FILES)
 def test_texts_come_in_whole(tmp_path: Path, route: Route):
     texts = ["one", 'say "hi", you;\tall', "two\nlines\r\n", '\\"', "é東\u2028x"]
     records = [{"id": "1", "text": text} for text in texts]
@@ -76,20 +67,19 @@ def test_texts_come_in_whole(tmp_path: Path, route: Route):
 @pytest.mark.parametrize(
     ("record", "routes"),
     [
-        ({"text": 1}, ["jsonl", "parquet", "prompts"]),
-        ({"text": ["a"]}, ["jsonl", "parquet", "prompts"]),
-        ({"text": "half \ud800"}, ["jsonl", "prompts"]),
-        ({"other": "a"}, ["jsonl", "parquet", "csv", "prompts"]),
-        ({"messages": "a"}, ["jsonl", "parquet", "csv", "prompts"]),
-        ([["text", "a"]], ["jsonl", "prompts"]),
-        (None, ["jsonl", "prompts"]),
+        ({"text": 1}, ["jsonl", "parquet"]),
+        ({"text": ["a"]}, ["jsonl", "parquet"]),
+        ({"text": "half \ud800"}, ["jsonl"]),
+        ({"other": "a"}, ["jsonl", "parquet", "csv"]),
+        ({"messages": "a"}, ["jsonl", "parquet", "csv"]),
+        ([["text", "a"]], ["jsonl"]),
+        (None, ["jsonl"]),
     ],
 )
 def test_a_record_without_a_text_is_refused(tmp_path: Path, record, routes):
     for name in routes:
-        route = {**FILES, "prompts": read_prompts}[name]
-        with pytest.raises(GptminiError, match=r"a\.\w+|prompts\.jsonl:1"):
-            route(tmp_path, [record])
+        with pytest.raises(GptminiError, match=r"a\.\w+"):
+            FILES[name](tmp_path, [record])
 
 
 def test_a_record_with_no_text_among_others_is_counted(tmp_path: Path, capsys):
@@ -100,9 +90,6 @@ def test_a_record_with_no_text_among_others_is_counted(tmp_path: Path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"warning: {tmp_path}/{place}: ")
         assert "2 of 5 records" in line
-    for record in ({"id": 1}, {"text": None, "id": 1}):  # each prompt has an answer
-        with pytest.raises(GptminiError, match=r"prompts\.jsonl:2: no prompt"):
-            read_prompts(tmp_path, [GOOD, record])
 
 
 def test_a_first_record_without_the_field_is_refused_at_once(tmp_path: Path):

@@ -18,18 +18,18 @@ import torch
 
 from gptmini import files
 from gptmini.config import yamlfile
-from gptmini.config.load import override, read_config
+from gptmini.config.load import SET_BY_MINUTES, override, read_config
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, say, warn
+from gptmini.doors import load_plots
 from gptmini.errors import ConfigError, MachineError
 from gptmini.extras.compare.measure import find_losses, measure_variants, read_comparable_losses
 from gptmini.extras.compare.plots import draw_comparison
+from gptmini.extras.compare.share import share_choices
 from gptmini.extras.compare.statistics import Difference, import_scipy
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
-from gptmini.figures.plots import Figure, save_figure
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
-from gptmini.plan.reconcile import share_choices
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.api import fit
 from gptmini.train.evaluate_run import evaluate_text
@@ -52,7 +52,7 @@ class Comparison:
         """How each variant but the first differs from the first, in bits per byte."""
         return compare_with_first(self.variants)
 
-    def draw(self) -> Figure:
+    def draw(self) -> Any:
         """Draw the variants with matplotlib; MachineError if it is not installed."""
         return draw_comparison(self.variants)
 
@@ -99,7 +99,9 @@ def compare(
             models[name] = variant
         else:
             configs[name] = override(base, variant, name)
-    return compare_variants(configs, seeds, Path(out), split, models)
+    found = compare_variants(configs, seeds, Path(out), split, models)
+    write_results(found, Path(out))
+    return found
 
 
 def compare_variants(
@@ -117,18 +119,12 @@ def compare_variants(
     if seeds > 1:
         import_scipy()  # if it is missing, say so before hours of training
     trained = train_all(plan_runs(configs, seeds, out, models or {}), split)
-    return _measure(trained, out, split)
+    return Comparison(measure_variants(trained, split))
 
 
-def compare_finished(paths: list[Path], out: Path, split: Split = "validation") -> Comparison:
-    """Compare finished runs, grouped by variant, and write the figures to `out`."""
-    return _measure(group_runs(paths), out, split)
-
-
-def _measure(runs_of: dict[str, list[Path]], out: Path, split: Split) -> Comparison:
-    comparison = Comparison(measure_variants(runs_of, split))
-    write_results(comparison, out)
-    return comparison
+def compare_finished(paths: list[Path], split: Split = "validation") -> Comparison:
+    """Compare finished runs, grouped by variant."""
+    return Comparison(measure_variants(group_runs(paths), split))
 
 
 def plan_runs(
@@ -241,9 +237,10 @@ def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
         run = RunDirectory(path)
         config = run.load_config()
         state = run.find_best().state
-        # With `train.minutes` the number of steps is an outcome, not a setting.
-        steps = config.train.steps if config.train.minutes is None else 1
-        comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto", steps=steps)
+        comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto")
+        if config.train.minutes is not None:  # these are outcomes then, not settings
+            same = Config().train.model_dump(include=SET_BY_MINUTES)
+            comparable = comparable.with_train(**same)
         own_folder = _get_variant_folder(path) if state.get("own_model") else None
         key: tuple[Any, ...] = (_dump_settings(comparable), state["step"] == 0, own_folder)
         if (key, config.train.seed) in seen:  # the same seed twice: something else must differ
@@ -271,7 +268,7 @@ def write_results(comparison: Comparison, out: Path) -> None:
     files.atomic_write_bytes(out / "compare.json", figures)
     tables = format_comparison(comparison.variants, as_markdown=True)
     try:
-        save_figure(comparison.draw(), out / "compare.png")
+        load_plots().save_figure(comparison.draw(), out / "compare.png")
         tables += "\n\n![The figures of the tables](compare.png)"
     except MachineError as error:
         warn(f"{out / 'compare.png'}: not drawn; {error}")

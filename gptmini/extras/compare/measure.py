@@ -9,7 +9,7 @@ from gptmini.extras.compare.variants import RunMeasurement, Variant
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics, select_numbers
-from gptmini.train.kept_losses import KeptLosses, Split, read_losses
+from gptmini.train.kept_losses import Split, WindowLosses, read_losses
 
 
 def measure_variants(paths: dict[str, list[Path]], split: Split = "validation") -> list[Variant]:
@@ -34,14 +34,14 @@ def measure_variants(paths: dict[str, list[Path]], split: Split = "validation") 
     return variants
 
 
-def find_losses(run: RunDirectory, split: Split) -> KeptLosses | None:
+def find_losses(run: RunDirectory, split: Split) -> WindowLosses | None:
     """Find the losses of a run's best checkpoint; None if they are missing or of another one."""
     losses = read_losses(run.path, split)
     is_best = losses is not None and losses.step == run.find_best().step
     return losses if is_best else None
 
 
-def _get_losses(run: RunDirectory, split: Split) -> KeptLosses:
+def _get_losses(run: RunDirectory, split: Split) -> WindowLosses:
     """Return the losses of a run; CheckpointError, with the remedy, if there are none."""
     losses = find_losses(run, split)
     if losses is None:
@@ -59,7 +59,7 @@ def _describe_measuring(run: RunDirectory, split: Split) -> str:
     return f"gptmini evaluate {quote(run.path)} --split {split}"
 
 
-def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, KeptLosses]:
+def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, WindowLosses]:
     """Read the losses of runs; DataError for one of another text than the first, or of more of it.
 
     CheckpointError, with the remedy, for a run that has none.
@@ -82,7 +82,7 @@ def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, KeptLo
     return found
 
 
-def _measure_run(run: RunDirectory, losses: KeptLosses, split: Split) -> RunMeasurement:
+def _measure_run(run: RunDirectory, losses: WindowLosses, split: Split) -> RunMeasurement:
     """Measure one run by its losses and its log."""
     config = run.load_config()
     evaluation = losses.evaluation

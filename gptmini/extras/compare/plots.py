@@ -5,30 +5,34 @@ from typing import Any
 
 from rich.cells import cell_len
 
+from gptmini.doors import load_plots
 from gptmini.extras.compare.variants import (
     Variant,
     build_histories,
     compare_with_first,
     drop_steep_start,
 )
-from gptmini.figures.plots import Figure, create_figure, draw_line, hide_borders
 
 
-def draw_comparison(variants: list[Variant]) -> Figure:
-    """Draw how good each variant is: by its KV cache, while training, and beside the first."""
+def draw_comparison(variants: list[Variant]) -> Any:
+    """Draw how good each variant is: by its KV cache, while training, and beside the first.
+
+    Returns matplotlib's figure; MachineError where nothing can draw.
+    """
+    plots = load_plots()
     layout = [["cache", "time"]]
     heights = [4.0]  # inches
     if len(variants) > 1:
         layout.append(["beside", "beside"])
         heights.append(1.0 + 0.3 * len(variants))
-    figure = create_figure(10, sum(heights))
+    figure = plots.create_figure(10, sum(heights))
     panels = figure.subplot_mosaic(layout, height_ratios=heights)
     _draw_quality_against_cache(panels["cache"], variants)
     _draw_quality_over_time(panels["time"], variants)
     if len(variants) > 1:
         _draw_differences(panels["beside"], variants)
     for axis in panels.values():
-        hide_borders(axis)
+        plots.hide_borders(axis)
     columns = max(1, 100 // (8 + max(cell_len(variant.name) for variant in variants)))
     figure.legend(loc="outside upper left", ncols=columns, frameon=False)
     return figure
@@ -50,6 +54,7 @@ def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
 
 
 def _draw_quality_over_time(axis: Any, variants: list[Variant]) -> None:
+    draw_line = load_plots().draw_line
     x_label, histories = build_histories(variants)
     late_bits: list[float] = []
     for number, curves in enumerate(histories.values()):

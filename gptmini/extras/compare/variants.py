@@ -7,7 +7,8 @@ from typing import Any
 
 from gptmini import console
 from gptmini.extras.compare.statistics import Difference, conclude, estimate_difference
-from gptmini.figures.plots import Points
+
+Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)

@@ -242,16 +242,16 @@ def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
     return hf_weights
 
 
-def check_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
+def check_tensor(tensor: Tensor, expected: Tensor, where: str) -> Tensor:
     """Return a tensor in the type it has.
 
-    CheckpointError unless it has the shape of `meta` and its values are finite.
+    CheckpointError unless it has the shape of `expected` and its values are finite.
     """
     if tensor.dtype not in FLOAT_DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
-    if tensor.shape != meta.shape:
-        sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(meta.shape)}"
+    if tensor.shape != expected.shape:
+        sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(expected.shape)}"
         raise CheckpointError(f"{where}: {sizes}; restore the original files")
     if not all(bound.isfinite() for bound in tensor.aminmax()):
         raise CheckpointError(f"{where}: has values that are not finite; download it again")
@@ -496,24 +496,25 @@ def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> 
 
     if not hf_config.get("use_sliding_window"):
         return {}
-    layers = range(hf_config["num_hidden_layers"])
+    full_every = _find_full_every(hf_config, where)
+    return {} if full_every == 1 else {"window": window, "full_every": full_every or None}
+
+
+def _find_full_every(hf_config: dict[str, Any], where: Path) -> int:
+    """Find n where every n-th layer has no window: 1 if none has one, 0 if all have."""
+    n_layer = hf_config["num_hidden_layers"]  # not validated yet: perhaps too many to list
     layer_types = hf_config.get("layer_types")
     if not layer_types:
         first_window_layer = hf_config.get("max_window_layers")
         if first_window_layer is None:
             first_window_layer = 28
-        layer_types = [
-            "full_attention" if layer < first_window_layer else "sliding_attention"
-            for layer in layers
-        ]
-    if any(each not in ("full_attention", "sliding_attention") for each in layer_types):
-        raise make_unsupported_error(where, "layer_types", layer_types)
+        if 0 < first_window_layer < n_layer:
+            raise make_unsupported_error(where, "max_window_layers", first_window_layer)
+        return int(first_window_layer > 0)
+    known = all(each in ("full_attention", "sliding_attention") for each in layer_types)
     is_full = [layer_type == "full_attention" for layer_type in layer_types]
-    if all(is_full):
-        return {}
-    if not any(is_full):
-        return {"window": window}
-    for full_every in range(1, len(layers) + 1):
-        if is_full == [(layer + 1) % full_every == 0 for layer in layers]:
-            return {"window": window, "full_every": full_every}
-    raise make_unsupported_error(where, "layer_types", layer_types)
+    full_every = is_full.index(True) + 1 if any(is_full) else 0
+    expected = [full_every > 0 and (n + 1) % full_every == 0 for n in range(len(is_full))]
+    if not known or len(is_full) != n_layer or is_full != expected:
+        raise make_unsupported_error(where, "layer_types", layer_types)
+    return full_every

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
 from gptmini.extras.interop.architectures import Tensors
-from gptmini.model.gpt import create_meta_tensors
+from gptmini.model.gpt import create_undrawn
 
 # silu(S u) u / S is within 0.28 / S² of relu(u)². As a power of four it rounds no weight, and the
 # products stay in float16's range.
@@ -48,8 +48,8 @@ def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
     folded_config = ModelConfig.model_validate(settings)
     # Biases and positions that the model did not have are 0.
     folded = {
-        name: weights[name].float() if name in weights else torch.zeros(meta.shape)
-        for name, meta in create_meta_tensors(folded_config).items()
+        name: weights[name].float() if name in weights else torch.zeros(empty.shape)
+        for name, empty in create_undrawn(folded_config).state_dict().items()
     }
     return folded_config, folded
 

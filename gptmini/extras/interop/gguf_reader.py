@@ -26,7 +26,7 @@ from gptmini.extras.interop.architectures import (
 from gptmini.extras.interop.gguf import METADATA_KEYS, gguf_name, import_gguf, separate_halves
 from gptmini.extras.interop.gguf_tokenizer import read_tokenizer
 from gptmini.extras.interop.huggingface import check_no_lfs_pointer
-from gptmini.model.gpt import create_meta_tensors
+from gptmini.model.gpt import create_undrawn
 from gptmini.model.layers import scale_frequencies
 from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -216,18 +216,18 @@ def _iter_weights(
     config: ModelConfig, architecture: str, stored: dict[str, Any], path: Path
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the weights of each of our tensors."""
-    for name, meta in create_meta_tensors(config).items():
+    for name, empty in create_undrawn(config).state_dict().items():
         their_name = gguf_name(name, architecture)
         if their_name not in stored:  # a bias: with us, all layers have one or none has
-            yield name, torch.zeros(meta.shape)
+            yield name, torch.zeros(empty.shape)
             continue
         with _explain_damage(path):
-            tensor = _convert_tensor(stored[their_name], name, meta, config, architecture, path)
+            tensor = _convert_tensor(stored[their_name], name, empty, config, architecture, path)
         yield name, tensor
 
 
 def _convert_tensor(
-    stored: Any, name: str, meta: Tensor, config: ModelConfig, architecture: str, path: Path
+    stored: Any, name: str, empty: Tensor, config: ModelConfig, architecture: str, path: Path
 ) -> Tensor:
     """Return our tensor `name`, given theirs that holds it."""
     tensor = _read_tensor(stored, path)
@@ -236,8 +236,8 @@ def _convert_tensor(
         start = "qkv".index(module[0]) * (len(tensor) // 3)
         tensor = tensor[start : start + len(tensor) // 3]
     if name == "positions.weight":
-        tensor = tensor[: len(meta)]  # the context may be shorter than theirs
-    tensor = check_tensor(tensor, meta, f"{path}: tensor {gguf_name(name, architecture)}")
+        tensor = tensor[: len(empty)]  # the context may be shorter than theirs
+    tensor = check_tensor(tensor, empty, f"{path}: tensor {gguf_name(name, architecture)}")
     if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
         n_head = config.n_head if module == "q_proj" else config.n_kv_head
         return separate_halves(tensor, n_head)
@@ -283,7 +283,7 @@ def _check_tensors(
     last_layer = config.n_layer - 1
     check_tensor_exists(f"blk.{last_layer}.attn_norm.weight")  # first, as 1000 layers take seconds
     known = {ROPE_FACTORS_TENSOR} if ARCHITECTURES[architecture].position == "rope" else set()
-    for name in create_meta_tensors(config):
+    for name in create_undrawn(config).state_dict():
         their_name = gguf_name(name, architecture)
         known.add(their_name)
         check_tensor_exists(their_name)

@@ -30,7 +30,7 @@ from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.generate.run import Run
 from gptmini.generate.sequence import build_token_bias
-from gptmini.model.gpt import create_meta_tensors
+from gptmini.model.gpt import create_undrawn
 from gptmini.runs.tensors import NamedTensors, write_tensors
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -308,7 +308,7 @@ def _match_names(
         raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
 
     find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
-    names = {name: find_name(name) for name in create_meta_tensors(config)}
+    names = {name: find_name(name) for name in create_undrawn(config).state_dict()}
     for name in stored.keys() - names.values() - {HEAD_NAME}:  # which equals the embeddings
         if not name.endswith((*BUFFER_SUFFIXES, "o_proj.bias")):
             raise CheckpointError(
@@ -326,16 +326,16 @@ def _convert_weights(
     folder: Path,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the weights of each of our tensors, converted when it is asked for."""
-    for name, meta in create_meta_tensors(config).items():
+    for name, empty in create_undrawn(config).state_dict().items():
         their_name = names[name]
         if their_name is None:
-            yield name, torch.zeros(meta.shape)
+            yield name, torch.zeros(empty.shape)
             continue
         stored_tensor = stored[their_name].read()
         tensor = architectures.from_hf(hf_config["model_type"], config, name, stored_tensor)
         if name == "positions.weight":
-            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
-        yield name, architectures.check_tensor(tensor, meta, f"{folder}: tensor {their_name}")
+            tensor = tensor[: len(empty)]  # the context may be shorter than theirs
+        yield name, architectures.check_tensor(tensor, empty, f"{folder}: tensor {their_name}")
 
 
 def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:

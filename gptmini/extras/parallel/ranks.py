@@ -164,7 +164,7 @@ class Ranks(Group):
         dist.all_gather(gathered, tensor.contiguous())
         return torch.stack(gathered)  # (W, ...)
 
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+    def all_reduce(self, numbers: Tensor) -> Tensor:
         return self.all_gather(numbers).sum(0)
 
     def agree_on_signals(self, received: ReceivedSignals) -> tuple[int | None, bool]:

@@ -1,7 +1,8 @@
-"""Plans a training run for accelerators that one does not have: `gptmini size --accelerator`.
+"""Plans a training run that is not trained, for this machine or for accelerators: `gptmini size`.
 
-For those who are about to rent a machine. Without this folder `gptmini size` plans for this machine
-only.
+For those who choose a size, or are about to rent a machine. Without this folder `gptmini size` is
+lost; `gptmini train` still says what a run takes before it begins.
 
-plans.py computes what one of many ranks holds, sends and computes; report.py describes it.
+report.py estimates a run on this machine and prints it. plans.py computes what one of many ranks
+holds, sends and computes; accelerators.py describes it.
 """

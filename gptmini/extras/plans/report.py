@@ -1,86 +1,224 @@
-"""Estimate a training run on N accelerators, and print what `gptmini size` adds for them."""
+"""Estimate what a training run will take before it starts, and print it, for `gptmini size`.
 
+No weights are made: the minutes follow from the operations, at the speed of a matrix product here.
+The estimates are JSON data, which `--json` prints as it is and `format_report` writes for people.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
-from gptmini.config.settings import Config
-from gptmini.extras.plans import plans
-from gptmini.extras.plans.plans import Accelerator
+from gptmini import machine
+from gptmini.config.settings import Config, ModelConfig
+from gptmini.console import format_count, format_duration, format_table
+from gptmini.plan import cost
 from gptmini.plan.plan import Plan
-from gptmini.plan.report import describe_memory, describe_training, format_si
+from gptmini.plan.recipe import count_epochs
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import (
+    Machine,
+    estimate_evaluation_seconds,
+    is_worth_compiling,
+    predict_seconds_per_step,
+)
+
+INDENT = " " * 12
 
 
-def estimate_on_accelerators(
-    requested: Config, accelerator: Accelerator, world_size: int, shard: bool
-) -> dict[str, Any]:
-    """Estimate everything for `world_size` accelerators, as JSON data.
+def estimate_training(requested: Config) -> dict[str, Any]:
+    """Estimate everything for this machine, as JSON data."""
+    plan = make_plan(requested, None, dry_run=True)
+    return describe_training(plan.config, plan) | _estimate_on_this_machine(plan)
 
-    With `model.vocab_size`, the text is needed only for a tokenizer that is named; without it there
-    are no epochs to count. Setting `train.shard` does the same as `shard`.
-    """
-    shard = shard or (requested.train.shard and world_size > 1)
-    config, settled = _plan_for_accelerators(requested.with_train(shard=shard), world_size)
-    is_micro_batch_open = requested.train.micro_batch_size is None
-    plan = plans.plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
-    tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
-    sharded = ", sharded" if shard else ""
-    return describe_training(config, settled) | {
-        "memory": describe_memory(plan.memory, 0),
-        "memory_otherwise": plan.memory_otherwise,
-        "micro_batch_size": plan.config.train.micro_batch_size,
-        "time": {
-            "on": f"{world_size:,} x {accelerator.name}{sharded}",
-            "ranks": world_size,
-            "sharded": shard,
-            "minutes": config.train.steps * plan.seconds / 60,
-            "seconds_per_step": plan.seconds,
-            "compute_seconds": plan.compute_seconds,
-            "communication_seconds": plan.communication_seconds,
-            "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_rank": tokens_per_second / world_size,
-            "collectives": plan.traffic,
-            "teraflops": accelerator.teraflops,
-            "utilization": accelerator.utilization,
-            "bandwidth": plan.bandwidth,
-            "link": accelerator.link_gb_per_second,
-            "network": accelerator.network_gbit_per_second,
-            "memory": f"the {accelerator.gigabytes} GB of one {accelerator.name}",
-            "fits": plan.memory.peak <= accelerator.gigabytes * 1e9,
-        },
+
+def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
+    """Count what does not depend on the machine; epochs only with a plan, which has the text."""
+    model = config.model
+    train = config.train
+    divisors = [n for n in range(model.n_head, 0, -1) if model.n_head % n == 0]
+    count = cost.count_parameters(model)
+    forward_flops = cost.count_forward_flops(model, config.seq_len)
+    training_flops = cost.count_training_flops(model, config.seq_len, train.gradient_checkpointing)
+    tokens: dict[str, float] = {
+        "seen": train.steps * train.batch_size * config.seq_len,
+        "compute_optimal": cost.CHINCHILLA_TOKENS_PER_PARAMETER * count,
+    }
+    if plan is not None:
+        tokens |= {
+            "an_epoch": plan.text_size.total,
+            "held_out": plan.corpus.held_out,
+            "epochs": count_epochs(plan.config, plan.text_size),
+        }
+    return {
+        "parameters": {"all": count} | cost.count_parameters_by_part(model),
+        "flops_per_token": {"forward": sum(forward_flops.values()), "training": training_flops},
+        "checkpointing": train.gradient_checkpointing,
+        "cache": [_describe_cache(model, n) for n in divisors],
+        "tokens": tokens,
+        "steps": train.steps,
     }
 
 
-def _plan_for_accelerators(requested: Config, world_size: int) -> tuple[Config, Plan | None]:
-    """Settle what the accelerators leave open; without a plan where no text is needed."""
-    if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
-        model = {"dropout": requested.model.dropout or 0.0}
-        return requested.fill_open({"model": model}), None
-    # The device is not this machine's, and an open micro-batch is left to `plan_rank`.
-    elsewhere = requested.with_train(
-        device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
+def describe_memory(memory: cost.Memory, program: int) -> dict[str, int]:
+    """Add the bytes of Python and torch."""
+    return {**asdict(memory), "program": program, "peak": memory.peak + program}
+
+
+def _describe_cache(model: ModelConfig, n_kv_head: int) -> dict[str, Any]:
+    """Describe the KV cache that the model would need with `n_kv_head` KV heads."""
+    attention = model.attention.model_copy(update={"variant": "gqa", "n_kv_head": n_kv_head})
+    grouped = model.model_copy(update={"attention": attention})
+    names = {model.n_head: "mha", 1: "mqa"}
+    name = names.get(n_kv_head, f"gqa:{n_kv_head}")
+    if model.attention.window:
+        name += f", window {model.attention.window}"
+    return {
+        "variant": name,
+        "bytes_per_token": cost.count_cache_bytes(grouped, 1),
+        "context": model.context_length,
+        "bytes": cost.count_cache_bytes(grouped, model.context_length),
+    }
+
+
+def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
+    """Estimate the memory and the time that this machine takes."""
+    config = plan.config
+    compute = plan.machine.compute
+    train = config.train
+    memory = cost.estimate_memory(config, compute)
+    otherwise = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
+    program = machine.get_resident_memory(compute.device)
+    if memory.peak > plan.machine.get_total_memory():
+        time = {"memory": f"the memory of this machine, {compute.device.type}", "fits": False}
+    else:
+        time = _estimate_time(config, plan.corpus.held_out, plan.machine)
+    return {
+        "memory": describe_memory(memory, program),
+        "memory_otherwise": cost.estimate_memory(otherwise, compute).peak + program,
+        "micro_batch_size": train.micro_batch_size,
+        "time": time,
+    }
+
+
+def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, Any]:
+    """Estimate how long training takes, with its evaluations."""
+    train = config.train
+    per_step = predict_seconds_per_step(config, here.compute)
+    per_evaluation = estimate_evaluation_seconds(config, per_step, held_out)
+    evaluations = math.ceil(train.steps / train.eval_every)
+    if config.base.run is not None:
+        evaluations += 1  # of the base, before the first step
+    compiled = is_worth_compiling(config, per_step * train.steps, here)
+    seconds = evaluations * per_evaluation
+    if compiled:
+        per_step /= here.estimates.compile_speedup
+        seconds += here.estimates.compile_seconds
+    seconds += train.steps * per_step
+    return {
+        "on": f"this machine, {here.compute.device.type}",
+        "seconds_per_step": per_step,
+        "compiled": compiled,
+        "evaluations": evaluations,
+        "seconds_per_evaluation": per_evaluation,
+        "minutes": seconds / 60,
+    }
+
+
+# -- the report in words ---------------------------------------------------------------------------
+
+
+def format_report(facts: dict[str, Any], speed: list[str] | None = None) -> list[str]:
+    """Write the estimates for people, in lines; `speed` are those of another machine than this."""
+    parts = facts["parameters"]
+    flops = {name: f"{format_si(n)}FLOP" for name, n in facts["flops_per_token"].items()}
+    mib = {name: _format_mib(size) for name, size in facts["memory"].items()}
+    optimal = facts["tokens"]["compute_optimal"]
+    time = facts["time"]
+    otherwise = "without" if facts["checkpointing"] else "with"
+    rank = " per rank" if time.get("ranks", 1) > 1 else ""
+    more = "" if "ranks" in time else f", program {mib['program']}"
+    return f"""\
+{_format_parameters(parts)}
+compute     {flops["training"]} per token, {flops["forward"]} of it forward
+memory      about {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch_size"]}
+            weights {mib["weights"]}, gradients {mib["gradients"]}, optimizer {mib["optimizer"]}
+            activations {mib["activations"]}{more}
+            {otherwise} gradient checkpointing {_format_mib(facts["memory_otherwise"])} MiB
+{_format_caches(facts["cache"])}
+data        {_format_tokens(facts)}
+            compute-optimal: {optimal:,}, 20 per parameter (Hoffmann 2022)
+time        {_format_time(facts, speed or [])}""".splitlines()
+
+
+def _format_mib(size: float) -> str:
+    """Write bytes in MiB: whole ones, but of a small model also tenths."""
+    mib = size / 2**20
+    return f"{mib:,.0f}" if mib >= 10 else f"{mib:.1f}"
+
+
+def _format_parameters(parts: dict[str, int]) -> str:
+    """Write a table of the parameters and the share of each part."""
+    rows = [("parameters", f"{parts['all']:,}", "")]
+    for part, count in parts.items():
+        if part != "all":
+            rows.append((f"  {part:10}", f"{count:,}", f"{count / parts['all']:.1%}"))
+    return format_table(rows)
+
+
+def _format_caches(caches: list[dict[str, Any]]) -> str:
+    """Write a table of KV caches, a row for each variant."""
+    rows = [["KV cache", "bytes per token", f"at {caches[0]['context']:,}"]]
+    for cache in caches:
+        name = f"  {cache['variant']:10}"
+        rows.append([name, f"{cache['bytes_per_token']:,}", f"{cache['bytes']:,}"])
+    return format_table(rows)
+
+
+def _format_tokens(facts: dict[str, Any]) -> str:
+    """Write how many tokens training sees, and how often those of the text if there is one."""
+    tokens = facts["tokens"]
+    seen = f"{tokens['seen']:,} seen in {format_count(facts['steps'], 'step')}"
+    if "an_epoch" not in tokens:
+        return seen
+    return _join_lines(
+        [
+            f"{tokens['an_epoch']:,} tokens per epoch, {tokens['held_out']:,} held out",
+            f"{seen}: {tokens['epochs']:.1f} epochs",
+        ]
     )
-    plan = make_plan(elsewhere, None, dry_run=True, world_size=world_size)
-    return plan.config, plan
 
 
-def format_speed(time: dict[str, Any]) -> list[str]:
-    """Write the speed of accelerators, and what it assumes."""
-    speed = f"{time['seconds_per_step']:.3g} s per step, {time['tokens_per_second']:,.0f} tokens/s"
-    compute = f"at {time['utilization']:.0%} of {time['teraflops']} TFLOP/s"
-    fits = f"the run fits in {time['memory']}"
-    if time["ranks"] == 1:
-        return [fits, f"{speed}, {compute}"]
-    collectives = [
-        f"{format_si(size)}B {kind.replace('_', '-').removesuffix('e')}ed"  # all-gathered
-        for kind, size in time["collectives"].items()
-    ]
-    return [
-        fits,
-        f"{speed}, {time['tokens_per_second_per_rank']:,.0f} per rank",
-        f"compute {time['compute_seconds']:.3g} s, {compute}",
-        f"meanwhile communication {time['communication_seconds']:.3g} s, "
-        f"at {time['bandwidth'] / 1e9:,.0f} GB/s:",
-        ", ".join(collectives),
-        f"({plans.BANDWIDTH_EFFICIENCY:.0%} of {time['link']} GB/s within a machine of "
-        f"{plans.ACCELERATORS_PER_NODE}, {time['network']:g} Gbit/s per rank between)",
-    ]
+def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
+    """Write how long the run takes, or that it does not fit."""
+    time = facts["time"]
+    if not time.get("fits", True):
+        return _join_lines(
+            [
+                f"the run does not fit in {time['memory']};",
+                "set train.micro_batch_size=1 and train.gradient_checkpointing=true,",
+                "or lower model.d_model or model.n_layer",
+            ]
+        )
+    duration = f"about {format_duration(max(1, 60 * time['minutes']))} on {time['on']}"
+    if not speed:
+        compiled = ", compiled" if time["compiled"] else ""
+        speed = [
+            f"{time['seconds_per_step']:.3f} s per step{compiled}; "
+            f"{time['seconds_per_evaluation']:.1f} s per evaluation, {time['evaluations']} in all"
+        ]
+    return _join_lines([duration, *speed])
+
+
+def _join_lines(lines: Iterable[str]) -> str:
+    return f"\n{INDENT}".join(lines)
+
+
+def format_si(number: float) -> str:
+    """Write a number with three digits and an SI prefix."""
+    prefixes = ["", "k", "M", "G", "T"]
+    power = min(int(math.log10(max(number, 1)) // 3), len(prefixes) - 1)
+    if power == 0:
+        return f"{number:.3g} "
+    digits = f"{number / 1000**power:#.3g}".rstrip(".")
+    return f"{digits} {prefixes[power]}"

@@ -51,6 +51,9 @@ from gptmini.generate.run import Run
 
 # Connections besides one for each text: those that wait, are refused, or ask for /health.
 SPARE_CONNECTIONS = 256
+# That wait to be accepted. asyncio accepts so many at a time, before any of them can be refused.
+BACKLOG = 128
+SPARE_DESCRIPTORS = 64  # files, libraries and the system's own
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
 # A name or an address, an IPv6 address in brackets, and perhaps a port.
 HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
@@ -483,10 +486,10 @@ def _is_same_origin(headers: Headers) -> bool:
     return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
-def _build_error(status: int, message: str, param: str | None) -> dict[str, Any]:
+def _build_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     """Build the JSON of a failure in OpenAI's shape."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
@@ -501,7 +504,7 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
         elif status == 405:
             message = f"method: not for this address; use {(headers or {}).get('Allow')}"
     elif isinstance(error, ConfigError | DataError):
-        status = 413 if isinstance(error, TooLongError) else 400
+        status = 400
         # Clients know the settings by the names of OpenAI's fields.
         message = "; ".join(error.lines)
         message = message.replace("sample.", "").replace("max_new_tokens", "max_tokens")
@@ -520,7 +523,9 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     # Our messages begin with the field at fault and a colon, where there is one.
     name, colon, _ = message.partition(":")
     param = name if colon and " " not in name else None
-    return status, _build_error(status, message, param), headers
+    # By this code, clients that cut or summarize long prompts know when to.
+    code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+    return status, _build_error(status, message, param, code), headers
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -557,17 +562,35 @@ def list_host_names(listening: socket.socket) -> list[str] | None:
 def create_http_server(server: Server) -> uvicorn.Server:
     """Create the server of connections around an application."""
     limits = server.limits
+    max_connections = _allow_connections(limits.max_rows + limits.max_waiting + SPARE_CONNECTIONS)
     config = uvicorn.Config(
         server.app,
-        http=partial(Connection, limits),  # type: ignore[arg-type]  # called, not derived from
+        http=partial(Connection, limits, max_connections),  # type: ignore[arg-type]  # only called
         ws="none",
         log_config=None,
         server_header=False,
-        limit_concurrency=limits.max_rows + limits.max_waiting + SPARE_CONNECTIONS,
+        backlog=BACKLOG,
         timeout_keep_alive=limits.read_seconds,
         timeout_graceful_shutdown=limits.drain_seconds,
     )
     return uvicorn.Server(config)
+
+
+def _allow_connections(n_wanted: int) -> int:
+    """Let this process open so many connections, or return how many the system allows."""
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return n_wanted
+    n_others = BACKLOG + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= n_wanted + n_others:
+        return n_wanted
+    allowed = n_wanted + n_others
+    if hard != resource.RLIM_INFINITY:
+        allowed = min(allowed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - n_others)
 
 
 def serve(server: Server, listening: socket.socket) -> None:

@@ -2,8 +2,11 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import typer.core
 from gptmini import __version__, console
 from gptmini.cli import app, generate
 from gptmini.config.settings import Config
+from gptmini.machine import catch_signals
 from tests.support import needs_posix
 
 DIGITS = "9" * 5000  # more than Python converts
@@ -31,13 +35,10 @@ ERRORS = [
     (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
     (["train", "--data", "builtin:x"], 3, "choose builtin:python-docs"),
     (["train", "--step", "3"], 2, "--steps); see"),  # not base.step
-    (["train", "--resume"], 2, "gptmini train RUN"),
-    (["train", "--init_from=gpt2"], 2, "use --from"),
-    (["train", "--max-iters", "9"], 2, "--set train.steps=VALUE"),
+    (["train", "--grad-clip", "9"], 2, "--set train.grad_clip=VALUE"),
     (["score", "gpt2"], 4, "gptmini import openai-community/gpt2"),
-    (["serve", "model.gguf"], 4, "gptmini import model.gguf"),
+    (["evaluate", "model.gguf"], 4, "gptmini import model.gguf"),
     (["train", "--from", "a/b", "--data", "nanogpt.py"], 4, "gptmini import a/b"),
-    (["convert-hf"], 2, "gptmini export"),
     (["train", "--data", "nanogpt.py", "--out", "nanogpt.py"], 2, "nanogpt.py: a file, not a dir"),
     (["generate", "--samples=0"], 2, "--samples"),
     (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),
@@ -119,6 +120,69 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, 
             app.main()
 
 
+@pytest.mark.usefixtures("default_signals")
+def test_a_library_that_catches_its_own_failures_swallows_no_signal(gptmini, monkeypatch):
+    cleaned = []
+
+    def work(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Exception as error:
+            raise RuntimeError("the compiler failed") from error
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # of a terminal that closes
+            cleaned.append(True)
+
+    monkeypatch.setattr(generate, "resolve_run", work)
+    assert gptmini("generate") == (143, "", "gptmini: stopped by SIGTERM\n")
+    assert cleaned == [True]
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_after_a_library_that_catches_everything_the_second_signal_counts(gptmini, monkeypatch):
+    def work(*_: object) -> None:
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        with catch_signals() as received:
+            signal.raise_signal(signal.SIGTERM)
+        assert received.stop == signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(generate, "resolve_run", work)
+    assert gptmini("generate") == (143, "", "gptmini: stopped by SIGTERM\n")
+
+
+@pytest.mark.slow
+@needs_posix
+@pytest.mark.usefixtures("default_signals")
+def test_sigterm_ends_training_whenever_it_comes(tmp_path: Path, text_file: Path):
+    """At ten moments from Enter to the tenth step: the command ends, and can be typed again."""
+    settings = {"train.compile": "on", "train.steps": 100_000, "train.log_every": 1}
+    words = [f"--set={key}={value}" for key, value in settings.items()]
+    words += ["--data", str(text_file), "--set=model.n_layer=2", "--set=model.context_length=32"]
+    command = [sys.executable, "-m", "gptmini", "train", *words, "--out"]
+
+    def begin(name: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, str(tmp_path / name)], stderr=subprocess.PIPE, text=True)
+
+    def end(process: subprocess.Popen[str]) -> str:
+        process.terminate()
+        return process.communicate(timeout=100)[1]
+
+    started = time.perf_counter()
+    with begin("whole") as whole:
+        assert whole.stderr is not None
+        next(line for line in whole.stderr if line.split()[1:2] == ["10/100000"])
+        seconds = time.perf_counter() - started
+        end(whole)
+    for moment in range(10):
+        with begin("stopped") as process:
+            time.sleep(seconds * (moment + 0.5) / 10)
+            said = end(process)
+        is_caught = process.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM" in said
+        assert is_caught or (process.returncode, said) == (-signal.SIGTERM, ""), (moment, said)
+
+
 def test_control_characters_are_shown_not_obeyed():
     assert (
         console.escape_control_characters("a\x1b[31mé\n\t\x07東\x9b")
@@ -134,14 +198,13 @@ def test_a_name_in_a_table_ends_no_line_and_turns_no_text():
     assert table.splitlines()[1:] == ["a\\x1b[2J\\nb\\tc\\u202ed\\u2028     1"]
 
 
-def test_a_command_of_a_deleted_guest_says_so(gptmini, monkeypatch):
+def test_a_page_of_a_deleted_guest_says_so(gptmini, monkeypatch, run: str):
     loaded = [name for name in sys.modules if name.startswith("gptmini.extras.")]
-    for name in ("gptmini.extras", "gptmini.extras.interop", *loaded):
+    for name in ("gptmini.extras", "gptmini.extras.page", *loaded):
         monkeypatch.setitem(sys.modules, name, None)
-    code, _, err = gptmini("import", "somewhere")
+    code, _, err = gptmini("inspect", run, "--prompt", "the", "--out", "a.html")
     assert code == 5
-    assert "gptmini/extras" in err
-    assert err.count("\n") == 1
+    assert err.splitlines()[-1].startswith("gptmini: pages: gptmini/extras")
 
 
 def test_the_version(gptmini):
@@ -153,10 +216,8 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert commands[:2] == ["train", "generate"]
     described = " ".join(gptmini("train", "--help")[1].split())
     assert f"for {Config().train.steps} steps" in described
-    assert sorted(commands[2:11]) == sorted(
-        ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot", "runs"]
-    )
-    assert commands[11:] == ["export", "import", "settings", "data", "tokenizer"]
+    assert commands[2:7] == ["score", "evaluate", "inspect", "convert", "runs"]
+    assert commands[-2:] == ["data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole(gptmini, monkeypatch):

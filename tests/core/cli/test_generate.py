@@ -71,22 +71,6 @@ def test_options_reach_the_sampler_and_override_set(gptmini, run):
     assert len(set(other)) > len(set(text))
 
 
-def test_a_file_of_prompts(gptmini, run):
-    Path("in.jsonl").write_text('"the "\n{"prompt": "a", "key": [1]}\n')
-    words = ["generate", run, "--prompts", "in.jsonl", "--out", "out.jsonl", *FEW]
-    code, out, err = gptmini(*words)
-    assert (code, out, err) == (0, "", "")
-    first, second = map(json.loads, Path("out.jsonl").read_text().splitlines())
-    assert "the " + first["text"] + "\n" == gptmini("generate", "--prompt", "the ", *FEW)[1]
-    assert second["key"] == [1]
-    before = Path("out.jsonl").read_bytes()
-    assert gptmini(*words)[0] == 0
-    assert Path("out.jsonl").read_bytes() == before
-    code, _, err = gptmini(*words, "--weights", "float32")
-    assert (code, err.count("\n")) == (3, 1)
-    assert gptmini("generate", "--prompts", "in.jsonl")[0] == 2
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -112,14 +96,8 @@ def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data,
         (["--set", "train.lr=1"], 2, "only sampling settings apply here; write sample.KEY=VALUE"),
         (["--set", "sample.temprature=1"], 2, "no such setting; did you mean"),
         (["--draft", "nothere"], 4, "nothere: no run here"),
-        (["--prompts", "a", "--out", "-"], 2, "--out -: the output must be a file"),
         (["-i", "--json"], 2, "--json: cannot be combined with --interactive"),
         (["-i", "--samples", "2"], 2, "--samples: cannot be combined with --interactive"),
-        (
-            ["--prompts", "a", "--out", "b", "--json"],
-            2,
-            "--json: cannot be combined with --prompts",
-        ),
     ],
 )
 def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message):

@@ -30,10 +30,8 @@ def test_a_run_is_listed_with_its_figures(gptmini, run):
     files = [file for file in Path(run).rglob("*") if file.is_file()]
     assert found["bytes"] == sum(file.stat().st_size for file in files)
     assert found["written"] == max(file.stat().st_mtime for file in files if file.name != "lock")
-    assert (
-        found["parameters"]
-        == json.loads(gptmini("size", f"{run}/config.yaml", "--json")[1])["parameters"]["all"]
-    )
+    weights = RunDirectory(Path(run)).load_best().model.values()
+    assert found["parameters"] == sum(tensor.numel() for tensor in weights)
     assert not found["being_trained"]
     out = gptmini("runs", run)[1]
     head, row, *_ = out.splitlines()

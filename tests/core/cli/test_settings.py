@@ -14,10 +14,10 @@ def test_settings_lists_every_key_with_its_choices_default_and_meaning(gptmini, 
     assert "model.norm: layernorm, rmsnorm (default: layernorm)" in out
     one = gptmini("settings", "train.lr")
     assert one[1].startswith("train.lr: number (default: 0.002)\n    Peak learning rate")
-    assert gptmini("settings", "lr") == gptmini("settings", "learning_rate") == one
+    assert gptmini("settings", "lr") == one
     for name, remedy in [
         ("dropot", "did you mean model.dropout?"),
-        ("train.gradient_accumulation_steps", "set train.micro_batch_size, the rows of a pass"),
+        ("train.gradient_accumulation_steps", "gptmini settings lists all"),
     ]:
         code, _, err = gptmini("settings", name)
         assert (code, f"gptmini: {name}: no such setting; {remedy}" in err) == (2, True)

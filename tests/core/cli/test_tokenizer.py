@@ -84,3 +84,12 @@ def test_special_tokens_are_read_on_request(gptmini):
     for options, expected in (([], [*text.encode()]), (["--special"], [97, 256, 98])):
         code, out, _ = gptmini("tokenizer", "encode", "byte", text, *options)
         assert (code, out.split()) == (0, [str(token) for token in expected])
+
+
+def test_only_a_file_of_its_own_kind_is_replaced(gptmini, text_file: Path):
+    Path("other.json").write_text('{"model": {"vocab": {"format": 1}}}')
+    for out, expected in [("own", 0), ("own", 0), ("other", 2)]:
+        code, _, err = gptmini("tokenizer", "train", "text.txt", "--out", out, "--vocab-size=260")
+        assert (code, "did not write" in err) == (expected, expected == 2)
+    assert load_tokenizer(Path("own.json")).vocab_size == 260
+    assert Path("other.json").read_text().startswith('{"model"')

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gptmini.errors import ConfigError
 from gptmini.train import loop
+from gptmini.train.api import fit
 from tests.support import SMALL, WORDS
 
 
@@ -78,6 +80,55 @@ def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
         assert Path("mine/checkpoints/step-00000008").is_dir()
 
 
+def test_no_run_is_begun_among_other_files(gptmini, text_file: Path):
+    Path("exp").mkdir()
+    Path("exp/config.yaml").write_text("train:\n  steps: 2\n")
+    code, _, err = gptmini("train", "exp/config.yaml", "--data", "text.txt", "--out", "exp")
+    assert (code, "a config.yaml is there, which the run would replace" in err) == (2, True)
+    code, _, err = gptmini("train", "exp")
+    assert (code, "neither a run nor a text; name its config.yaml" in err) == (2, True)
+    assert gptmini("train", "exp/config.yaml", "--data", "text.txt", *SMALL)[0] == 0
+
+    Path("model").mkdir()
+    for name in ("config.json", "tokenizer.json", "lock"):
+        Path("model", name).write_text(f"{name}, of another program")
+    for words in (["train", "text.txt"], ["train", "--from", "runs/config", "--data", "text.txt"]):
+        code, _, err = gptmini(*words, "--out", "model")
+        assert (code, "model: not empty, and no run; choose another" in err) == (2, True)
+    with pytest.raises(ConfigError, match="not empty, and no run"):
+        fit({"data": {"path": "text.txt"}}, "model")
+    assert len(list(Path("model").iterdir())) == 3
+    assert Path("model/lock").read_text() == "lock, of another program"
+
+
+def test_a_tilde_is_the_home_folder(gptmini, text_file: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(text_file.parent / "home"))
+    monkeypatch.setenv("USERPROFILE", str(text_file.parent / "home"))  # on Windows
+    monkeypatch.setenv("GPTMINI_CACHE", "~/cache")
+    assert gptmini("train", "text.txt", *SMALL, "--out=~/run")[0] == 0
+    assert fit("home/run/request.yaml", "~/run").path == text_file.parent / "home/run"
+    assert {path.name for path in Path("home").iterdir()} == {"cache", "run"}
+    assert not Path("~").exists()
+
+
+def test_a_run_that_was_hardly_begun_is_begun_again(gptmini, text_file: Path):
+    for name in ("lock", ".tmp-1-tokenizer.json", "checkpoints/.tmp/state.json"):
+        Path("half", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("half", name).touch()
+    assert gptmini("train", "text.txt", *SMALL, "--out", "half")[0] == 0
+
+
+def test_the_folder_that_holds_a_run_is_trained_on_again(gptmini, text_file: Path):
+    Path("book").mkdir()
+    text_file.rename("book/text.txt")
+    for steps in ("4", "5"):
+        words = ["train", "--data", "book", "--out", "book/run", *SMALL, "--steps", steps]
+        code, _, err = gptmini(*words)
+        assert (code, "skipped" in err) == (0, False), err
+    code, _, err = gptmini("train", "--data", "book/run")
+    assert (code, "book/run: no files found" in err) == (3, True)
+
+
 def test_a_run_is_resumed_without_the_tokenizer_file_it_began_with(gptmini, text_file: Path):
     assert gptmini("tokenizer", "train", "text.txt", "--out", "t.json")[0] == 0
     words = ["train", "text.txt", *SMALL, "--set", "tokenizer.kind=t.json"]
@@ -90,7 +141,7 @@ def test_a_run_is_resumed_without_the_tokenizer_file_it_began_with(gptmini, text
 
 def test_a_mistyped_run_or_configuration_is_answered_with_the_nearest(gptmini):
     for name in ("mine", "gpt2-mine"):
-        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "checkpoints").mkdir(parents=True)
         Path("runs", name, "config.yaml").touch()
     for name, meant in [
         ("mien", "runs/mine?"),

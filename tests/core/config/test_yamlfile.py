@@ -72,7 +72,7 @@ def test_a_refusal_names_the_place_and_the_remedy(text, words):
         (b"", "no settings"),
         (b"[1]", "no settings"),
         (b"\xff\xfea\x00", "UTF-8"),
-        (b"a: " + b"x" * (1 << 20), "1 MiB"),
+        (b"a: " + b"x" * (4 << 20), "4 MiB"),
     ],
 )
 def test_files_that_are_not_configurations(tmp_path: Path, content, word):
@@ -105,8 +105,7 @@ def test_assignments():
             parse_assignment(wrong)
 
 
-# NEL and the byte order mark are line ends and marks to YAML 1.1, not text
-plain = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x85\ufeff"))
+plain = st.text(st.characters(exclude_categories=["Cs"]))
 leaf = (
     st.none()
     | st.booleans()
@@ -124,6 +123,12 @@ def test_what_is_written_is_read_back(data):
 
 def test_a_line_break_is_written_as_one_line():
     assert dump({"start": "\n"}) == 'start: "\\n"\n'
+
+
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\ufeff", "\r", "\t", "\0"])
+def test_marks_of_yaml_are_read_back(mark):
+    data = {"start": f"a{mark}b", "stop": [mark, f"{mark} a", f"a {mark}"]}
+    assert parse(dump(data), "x") == data
 
 
 @given(st.text())

@@ -51,6 +51,30 @@ def test_texts_that_stay_read_nothing_again_when_others_come_end_and_slide(monke
     assert sorted(n_tokens) == [4, 52]  # three rows are padded to four
 
 
+def test_samples_of_one_prompt_read_it_once(monkeypatch):
+    """Also a long one, beside another text of the same length; then each goes its own way."""
+    model = model_of(length=LONG)
+    engine = TorchEngine(model, 8)
+    n_tokens: list[int] = []
+    hidden = model.forward_hidden
+    monkeypatch.setattr(
+        model, "forward_hidden", lambda t, *r: n_tokens.append(t.numel()) or hidden(t, *r)
+    )
+    other, *texts = make_texts(4, 2 * PREFILL_CHUNK)
+    for text in texts:
+        text.context = [49, *other.context]
+    alone = TorchEngine(model)([Sequence(9, texts[0].context, LONG)])[0]
+    n_tokens.clear()
+    logits = engine([other, *texts])
+    assert sum(n_tokens) == len(other.context) + len(texts[0].context)
+    assert all(torch.equal(each, alone) for each in logits[1:])
+    monkeypatch.undo()
+    for number, text in enumerate(texts):
+        text.context.append(number)
+    other.context.append(1)
+    check(engine, model, [other, *texts])
+
+
 def test_texts_move_down_when_those_below_them_have_ended():
     model = model_of(length=LONG)
     engine = TorchEngine(model, 8)

@@ -382,8 +382,8 @@ def test_what_an_accelerator_joins_has_the_same_gradients(change, style, dtype, 
 
 
 JOINED = {
-    "head and loss": [(gpt, "joins_head_and_loss"), (gpt, "linear_cross_entropy")],
-    "q, k and v": [(attention, "joins_projections"), (attention, "apply_jointly")],
+    "head and loss": [(gpt, "fuses_head_and_loss"), (gpt, "linear_cross_entropy")],
+    "q, k and v": [(attention, "fuses_qkv"), (attention, "fused_linear")],
 }
 
 

@@ -196,7 +196,7 @@ def test_without_gradients_only_the_loss_is_computed():
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own
 def test_the_compiled_softmax_is_the_plain_one():
     """Traced as one graph, without generating code."""
-    plain = kernels.overwrite_by_softmax_
+    plain = kernels.softmax_
     compiled = torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=False)
     hidden = torch.randn(20, 8, requires_grad=True)
     weight = torch.randn(50, 8, requires_grad=True)

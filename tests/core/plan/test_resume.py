@@ -1,4 +1,4 @@
-"""The same request plans the same run: again, for more minutes, and beside its twin."""
+"""The same request plans the same run: again, and for more minutes."""
 
 import random
 from pathlib import Path
@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from gptmini.config.load import SET_BY_MINUTES, validate
+from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError
-from gptmini.plan.reconcile import share_choices
 from gptmini.plan.settle import make_plan
 from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
@@ -84,29 +83,6 @@ def test_other_minutes_and_other_steps_change_the_length_of_a_run(asked, text, t
     is_stated = "steps" in asked.get("train", {})
     is_long_enough = after.model.context_length == 256  # more would make the model worse
     assert after.train.steps > before.train.steps or is_stated or is_long_enough
-
-
-@pytest.mark.parametrize("asked", REQUESTS)
-def test_variants_that_are_alike_are_planned_alike(asked, text, tmp_path):
-    first = begin(ask(text, asked), text, tmp_path)
-    twin = share_choices(ask(text, asked, seed=2), first)
-    assert plan(twin, text) == first.load_config().with_train(seed=2)
-
-
-def test_a_variant_keeps_what_it_states_and_how_long_it_trains(text, tmp_path):
-    run = begin(ask(text, {}), text, tmp_path)
-    chosen = run.load_config()
-    other = share_choices(ask(text, {"model": {"activation": "swiglu", "n_layer": 3}}), run)
-    assert other.model.n_layer == 3
-    assert other.model.d_model == chosen.model.d_model
-    assert other.model.context_length == chosen.model.context_length
-    assert other.train.batch_size == chosen.train.batch_size
-    assert other.model.d_ff != chosen.model.d_ff  # swiglu has three matrices
-    assert SET_BY_MINUTES & other.train.model_fields_set <= {"eval_tokens"}
-    adamw = share_choices(ask(text, {}, optimizer="adamw"), run)
-    assert (adamw.train.lr, adamw.model.tie_embeddings) == (2e-3, True)
-    by_steps = ask(text, {}, minutes=None)
-    assert share_choices(by_steps, run) == by_steps
 
 
 def test_a_run_whose_request_nobody_knows_is_not_resumed(text, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.errors import DataError, MachineError
+from gptmini.errors import ConfigError, DataError, MachineError
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
@@ -179,6 +179,17 @@ def test_a_resumed_run_adds_gradients_as_it_did(
     assert resumed.config.train.reduce == reduce
     new = make_plan(requested, None, world_size=resumed_on)
     assert new.config.train.reduce != reduce
+
+
+def test_a_run_of_two_processes_goes_on_with_three(text_file: Path, tmp_path: Path):
+    requested = tiny(data={"path": str(text_file)}, train={"batch_size": 12, "compile": "off"})
+    plan = make_plan(requested, None, world_size=2)
+    run = RunDirectory(tmp_path / "run")
+    run.create(plan.config, plan.corpus.tokenizer, requested)
+    with pytest.raises(ConfigError, match=r"train\.reduce: exact needs .*; use fast"):
+        make_plan(requested, run, world_size=3)
+    resumed = make_plan(requested.with_train(reduce="fast"), run, world_size=3)
+    assert resumed.config.train.reduce == "fast"
 
 
 def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.errors import MachineError
 from gptmini.model import gpt, kernels
@@ -223,10 +224,10 @@ def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch)
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: compilers.setdefault(function, function.__call__)
     )
-    monkeypatch.setattr(gpt, "joins_head_and_loss", lambda _: True)
+    monkeypatch.setattr(gpt, "fuses_head_and_loss", lambda _: True)
     monkeypatch.setattr(gpt, "linear_cross_entropy", lambda *arguments: arguments[-1])
     model = GPT(tiny().with_tokenizer("byte", 257).model)
-    plain = kernels.overwrite_by_softmax_
+    plain = kernels.softmax_
     if compiled:
         timing.compile_blocks(model)
     fast = compilers.get(plain)
@@ -293,3 +294,18 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
     compiled = run("compiled", "on", 0.0)
     for name, tensor in plain.items():
         torch.testing.assert_close(compiled[name], tensor, atol=2e-4, rtol=1e-3)
+
+
+def test_time_follows_from_the_operations_at_the_speed_of_a_product(monkeypatch):
+    monkeypatch.setattr(timing, "measure_product_speed", lambda *_: 1e10)
+    cpu = machine.pick_compute("cpu", "float32")
+    config = tiny(train={"batch_size": 8, "optimizer": "adamw"}).with_tokenizer("byte", 257)
+    flops = 8 * 16 * cost.count_training_flops(config.model, 16)
+    assert timing.predict_seconds_per_step(config, cpu) == pytest.approx(flops / 5e9)
+    muon = config.with_train(optimizer="muon")
+    assert timing.predict_seconds_per_step(muon, cpu) > flops / 5e9
+
+
+def test_the_speed_of_a_product_is_that_of_this_machine():
+    cpu = machine.pick_compute("cpu", "float32")
+    assert timing.measure_product_speed(tiny(), 64, cpu) > 1e6

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptmini.errors import DataError, MachineError
+from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import foreign
 from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.load import find_tokenizer, from_dict, load_tokenizer
-from tests.foreign import ADDED, MAKERS, MENTIONED, ODD, TEXT, tokenizers
+from tests.foreign import ADDED, MAKERS, MENTIONED, ODD, TEXT, learn, tokenizers
 from tests.support import SMALL
 
 
@@ -243,6 +244,26 @@ def test_a_new_model_takes_a_file_as_it_came_and_its_run_keeps_it(gptmini, text_
     assert load_tokenizer(Path("runs/text/tokenizer.json")).fingerprint == ours.fingerprint
     assert load_tokenizer(Path("runs/text/tokenizer.json")).file == library.to_str(pretty=True)
     assert gptmini("generate", "runs/text", "--prompt", "a", "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_tokenizer_that_drops_white_space_trains_and_generates(gptmini, text_file: Path):
+    library = learn(
+        tokenizers.models.WordPiece(unk_token="[UNK]"),
+        tokenizers.trainers.WordPieceTrainer(
+            vocab_size=300, show_progress=False, special_tokens=["[UNK]", "</s>"]
+        ),
+        pre_tokenizer=tokenizers.pre_tokenizers.BertPreTokenizer(),
+        decoder=tokenizers.decoders.WordPiece(),
+    )
+    library.save("bert.json")
+    words = ["--set", "tokenizer.kind=bert.json", *SMALL]
+    code, _, err = gptmini("train", "--data", text_file.name, *words)
+    assert (code, err.count("drops spaces and line breaks")) == (0, 1), err
+    start = RunDirectory(Path("runs/text")).load_config().sample.start
+    assert start.strip()
+    for more in ([], ["--set", 'sample.start=" "']):
+        code, _, err = gptmini("generate", "runs/text", *more)
+        assert code == 0, err
 
 
 def test_a_file_without_end_of_text_takes_a_usual_one_or_says_what_is_missing(tmp_path: Path):

@@ -9,6 +9,7 @@ import torch
 
 import gptmini
 from gptmini.config import yamlfile
+from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
@@ -189,6 +190,136 @@ def test_an_optimizer_that_begins_with_a_state_is_resumed(text_file, tmp_path):
             tmp_path / "none",
             optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.0),
         )
+
+
+# Every type of numbers that a safetensors file holds and this torch has.
+TYPES = [
+    dtype
+    for name in "bool uint8 int8 int16 uint16 float16 bfloat16 int32 uint32 float32 complex64 "
+    "int64 uint64 float64 float8_e4m3fn float8_e5m2".split()
+    if (dtype := getattr(torch, name, None)) is not None
+]
+REAL_TYPES = [dtype for dtype in TYPES if not dtype.is_complex]
+
+
+def name_buffer(dtype: torch.dtype) -> str:
+    return f"of_{str(dtype).removeprefix('torch.')}"
+
+
+class Keeping(GPT):
+    """A model whose buffers have numbers of every type, among them an additive mask."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        for dtype in TYPES:
+            self.register_buffer(name_buffer(dtype), torch.ones(3).to(dtype))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state has numbers of every type."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            for dtype in REAL_TYPES:
+                self.state[parameter].setdefault(str(dtype), torch.ones(2).to(dtype))
+
+
+def test_state_of_any_type_in_parts_of_ones_own_is_saved_and_resumed(text_file, tmp_path):
+    def fit(steps: int) -> Run:
+        return gptmini.fit(
+            asked(text_file) | {"train": {**TINY["train"], "steps": steps}},
+            tmp_path / "run",
+            model=Keeping,
+            optimizer=lambda model: Counting(model.parameters(), lr=0.1),
+        )
+
+    fit(3)
+    run = fit(5)
+    assert run.step == 5
+    assert run.model.mask[0].tolist() == [0, -torch.inf, -torch.inf]
+    saved = RunDirectory(tmp_path / "run").load_newest()
+    for dtype in TYPES:
+        assert saved.model[name_buffer(dtype)].dtype == dtype
+    for dtype in REAL_TYPES:
+        assert saved.optimizer[f"embed.weight/{dtype}"].dtype == dtype
+
+
+class Slowing(torch.optim.Optimizer):
+    """An optimizer that keeps plain numbers: for each parameter, and in its group."""
+
+    def __init__(self, model: GPT, kept: object = None) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1, "weight": 0.0, "betas": [0.9, 0.99]})
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["weight"] += 0.1
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(n=0, scale=1.0, early=True, nothing=None, kept=self.kept)
+            state["n"] += 1
+            state["scale"] *= 0.9
+            state["early"] = state["n"] < 4
+            assert type(state["n"]) is int
+            rate = group["lr"] * state["scale"] / (state["n"] * group["weight"])
+            parameter.sub_(parameter.grad, alpha=rate if state["early"] else -rate)
+
+
+def test_plain_numbers_of_an_optimizer_are_saved_and_resumed(text_file, tmp_path):
+    def fit(name: str, steps: int, kept: object = None) -> dict[str, torch.Tensor]:
+        gptmini.fit(
+            asked(text_file) | {"train": {**TINY["train"], "steps": steps}},
+            tmp_path / name,
+            optimizer=lambda model: Slowing(model, kept),
+            schedule=lambda step: 0.1,
+        )
+        return RunDirectory(tmp_path / name).load_newest().model
+
+    whole = fit("whole", 6)
+    fit("stopped", 3)
+    stopped = fit("stopped", 6)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    with pytest.raises(ConfigError, match=r"cannot hold its .*/kept, a list; keep tensors"):
+        fit("list", 3, kept=[1])
+
+
+def test_a_run_is_resumed_with_the_optimizer_that_it_was_trained_with(text_file, tmp_path):
+    own = {"momentum": momentum, "plain": None}
+    for name, optimizer in own.items():
+        gptmini.fit(asked(text_file), tmp_path / name, optimizer=optimizer)
+    longer = asked(text_file) | {"train": {**TINY["train"], "steps": 9}}
+    for name, other in (("momentum", None), ("plain", momentum), ("momentum", Slowing)):
+        with pytest.raises(ConfigError, match=rf"{name}: was trained with .*; pass the same one"):
+            gptmini.fit(longer, tmp_path / name, optimizer=other)
+    assert gptmini.fit(longer, tmp_path / "momentum", optimizer=momentum).state["step"] == 9
+
+
+class Partial(GPT):
+    """A model with a part that is frozen, and one that is not used."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.blocks[0].mlp.requires_grad_(False)
+        self.blocks[0].unused = torch.nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("reduce", ["exact", "fast"])
+def test_what_gets_no_gradients_is_left_as_it_is(text_file, tmp_path, reduce):
+    run = gptmini.fit(
+        asked(text_file) | {"train": {**TINY["train"], "steps": 2, "reduce": reduce}},
+        tmp_path / "run",
+        model=Partial,
+    )
+    torch.manual_seed(seed_from(run.config.train.seed))
+    first = Partial(run.config.model).state_dict()
+    last = run.model.state_dict()
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert {name for name in first if "blocks.0.mlp." in name} < same
+    assert "blocks.1.mlp.down_proj.weight" not in same
 
 
 def test_targets_below_0_do_not_count_in_batches_of_ones_own(text_file, tmp_path):

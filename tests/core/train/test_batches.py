@@ -10,22 +10,23 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from gptmini.train import batches
-from gptmini.train.batches import Batches, permute
+from gptmini.train.batches import Batches
 from tests.support import tiny
 
 
 class Counting:
-    """A token file whose tokens are their own positions."""
+    """A token file whose tokens are their own positions, from `first` on."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, first: int = 0) -> None:
         self.count = count
+        self.first = first
 
     def __len__(self) -> int:
         return self.count
 
     def read_marked(self, start: int, count: int) -> np.ndarray:
         assert 0 <= start <= start + count <= self.count
-        return np.arange(start, start + count, dtype=np.uint32)
+        return self.first + np.arange(start, start + count, dtype=np.uint32)
 
 
 def text_of(count: int) -> TokenFile:
@@ -33,17 +34,15 @@ def text_of(count: int) -> TokenFile:
     return Counting(count)  # type: ignore[return-value]
 
 
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
-def test_permutations_hit_every_number_once(size, key):
-    assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))
+def texts_of(*counts: int) -> list[TokenFile]:
+    """Texts whose tokens are their positions, those of text n from n million on."""
+    return [Counting(count, 10**6 * n) for n, count in enumerate(counts)]  # type: ignore[misc]
 
 
-def test_permutations_differ_by_key_and_stir():
-    orders = [tuple(permute(i, 1000, key) for i in range(1000)) for key in range(50)]
-    assert len(set(orders)) == 50
-    # neighbors stay neighbors about as rarely as in a shuffled list (2 in 1000)
-    near = np.mean([np.mean(np.abs(np.diff(order)) == 1) for order in orders])
-    assert near < 0.01
+def windows(data: Batches, step: int) -> list[tuple[int, int]]:
+    """The text of each window of a step, and the position where it begins."""
+    tokens, _ = data.get_batch(step)
+    return [divmod(int(first), 10**6) for first in tokens[:, 0]]
 
 
 @given(
@@ -55,15 +54,15 @@ def test_permutations_differ_by_key_and_stir():
 def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
     train = seq_len + extra
     data = Batches([text_of(train)], None, seq_len, batch_size, seed)
-    (windows,) = data.window_counts
-    steps = -(-3 * windows // batch_size)
-    starts = [start for step in range(steps) for _, start in data.locate_windows(step)]
+    (count,) = data.window_counts
+    steps = -(-3 * count // batch_size)
+    starts = [start for step in range(steps) for _, start in windows(data, step)]
     for epoch in range(3):
-        seen = sorted(starts[epoch * windows : (epoch + 1) * windows])
+        seen = sorted(starts[epoch * count : (epoch + 1) * count])
         assert np.all(np.diff(seen) == seq_len)  # side by side, none twice
         assert seen[0] >= 0
         assert seen[-1] + seq_len + 1 <= train
-    assert windows * seq_len >= train - 2 * seq_len  # little is left over
+    assert count * seq_len >= train - 2 * seq_len  # little is left over
 
 
 def test_epochs_differ_in_order_and_in_where_their_windows_begin():
@@ -71,11 +70,11 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
 
     def epochs(weights: list[float] | None, seed: int) -> list[tuple[int, list[int]]]:
         """The text of each epoch, and where its windows begin, in order."""
-        data = Batches([text_of(1000 + 7)] * len(weights or [1]), weights, 20, 1, seed)
+        data = Batches(texts_of(*[1007] * len(weights or [1])), weights, 20, 1, seed)
         (count,) = set(data.window_counts)
         found: list[list[int]] = [[] for _ in data.texts]
         for step in range(500):
-            ((which, start),) = data.locate_windows(step)
+            ((which, start),) = windows(data, step)
             found[which].append(start)
         return [
             (which, starts[first : first + count])
@@ -92,10 +91,7 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
 
 def test_texts_take_turns_in_another_order_for_another_seed():
     turns = [
-        [
-            which
-            for which, _ in Batches([text_of(900)] * 2, [1.0, 1.0], 20, 50, seed).locate_windows(0)
-        ]
+        [which for which, _ in windows(Batches(texts_of(900, 900), [1.0, 1.0], 20, 50, seed), 0)]
         for seed in range(3)
     ]
     assert len(set(map(tuple, turns))) == 3
@@ -103,25 +99,42 @@ def test_texts_take_turns_in_another_order_for_another_seed():
 
 def test_the_first_window_may_begin_at_every_place_of_a_window():
     data = Batches([text_of(45)], None, 20, 1, 0)  # one window, and the token after it
-    starts = [start for step in range(2000) for _, start in data.locate_windows(step)]
+    starts = [start for step in range(2000) for _, start in windows(data, step)]
     assert data.window_counts == [1]
     assert set(starts) == set(range(20))
     counts = np.bincount(starts)
     assert ((counts - 100) ** 2 / 100).sum() < 43.8  # 1 in 1000 with 19 degrees of freedom
     data = Batches([text_of(22)], None, 20, 1, 0)  # one token to spare: two places
-    assert {start for step in range(99) for _, start in data.locate_windows(step)} == {0, 1}
+    assert {start for step in range(99) for _, start in windows(data, step)} == {0, 1}
 
 
 def test_windows_are_a_function_of_seed_and_step():
     def make(seed: int) -> Batches:
         return Batches([text_of(5000)], None, 16, 8, seed)
 
-    assert make(1).locate_windows(77) == make(1).locate_windows(77)
-    assert make(1).locate_windows(77) != make(2).locate_windows(77)
+    assert windows(make(1), 77) == windows(make(1), 77)
+    assert windows(make(1), 77) != windows(make(2), 77)
     tokens, targets = make(1).get_batch(3)
     assert tokens.shape == targets.shape == (8, 16)
     assert torch.equal(targets, tokens + 1)
-    assert tokens[:, 0].tolist() == [start for _, start in make(1).locate_windows(3)]
+
+
+def test_any_step_reads_the_same_after_any_other():
+    """As a resumed run does, and a step whose windows lie in two epochs."""
+
+    def make() -> Batches:
+        return Batches(texts_of(330, 95), [1.0, 2.0], 10, 8, 5)
+
+    data = make()
+    for step in (0, 1, 5, 4, 40, 2, 41, 0):
+        assert windows(data, step) == windows(make(), step)
+
+
+def test_several_processes_read_the_rows_of_one():
+    whole = Batches(texts_of(330, 95), [1.0, 2.0], 10, 8, 5)
+    parts = [Batches(texts_of(330, 95), [1.0, 2.0], 10, 8, 5, range(n, n + 4)) for n in (0, 4)]
+    for step in range(20):
+        assert windows(whole, step) == [each for part in parts for each in windows(part, step)]
 
 
 def test_a_batch_that_was_read_ahead_is_the_same_and_no_other(monkeypatch):
@@ -179,27 +192,24 @@ def test_a_part_of_the_validation_text_is_spread_over_it(total, seq_len, batch_s
 
 def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
     sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
-    data = Batches([text_of(size) for size in sizes], weights, 10, 20, 3)
-    visits = [visit for step in range(200) for visit in data.locate_windows(step)]
+    data = Batches(texts_of(*sizes), weights, 10, 20, 3)
+    visits = [visit for step in range(200) for visit in windows(data, step)]
     for which in range(3):
         starts = [start for one, start in visits if one == which]
         assert len(starts) == pytest.approx(400 * weights[which], abs=10)
-        windows = data.window_counts[which]
-        for epoch in range(len(starts) // windows):
-            assert len(set(starts[epoch * windows : (epoch + 1) * windows])) == windows
+        count = data.window_counts[which]
+        for epoch in range(len(starts) // count):
+            assert len(set(starts[epoch * count : (epoch + 1) * count])) == count
     first = [sum(one == which for one, _ in visits[:100]) for which in range(3)]
     assert first == pytest.approx([10, 20, 70], abs=12)  # mixed from the start
     corpus = Corpus("", ByteTokenizer(), data.texts, [], [], "")
     assert corpus.count_epochs(10, 20, 200, weights) == pytest.approx(4000 * 0.1 / 49, rel=0.02)
-    tokens, _ = data.get_batch(3)
-    assert tokens[:, 0].tolist() == [start for _, start in data.locate_windows(3)]
 
 
 def test_rows_come_from_the_file(text_file: Path, tmp_path: Path):
     corpus = prepare_corpus(tiny(data={"path": str(text_file)}))
     data = Batches(corpus.training, None, 32, 4, 0)
-    text = b"\0" + text_file.read_bytes()  # the end-of-text token stands before it
     tokens, _ = data.get_batch(5)
-    for row, (_, start) in zip(tokens, data.locate_windows(5), strict=True):
-        if start > 0:
-            assert bytes(row.tolist()) == text[start : start + 32]
+    for row in tokens.tolist():
+        read = row[1:] if row[0] == 256 else row  # the end-of-text token stands before the text
+        assert bytes(read) in text_file.read_bytes()

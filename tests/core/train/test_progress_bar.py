@@ -27,7 +27,7 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
     progress = TrainingProgressBar(60, 600)
     for _ in range(20):
         clock.now += 0.1827
-        progress.advance(1.81524)
+        progress.advance(1.81524, 600)
     progress.show(TRAINED)
     progress.show(EVALUATED)
     progress.close()
@@ -39,22 +39,21 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
 
 def test_the_time_left_follows_the_plan(clock, capsys):
     progress = TrainingProgressBar(0, 10)
-    for _ in range(3):
+    for steps in (10, 10, 93):
         clock.now += 60
-        progress.advance(1.81524)
-    progress.set_steps(93)
+        progress.advance(1.81524, steps)
     progress.show(TRAINED)  # 90 steps of a minute
-    progress.set_steps(3)
+    progress.advance(1.81524, 4)
     progress.show(TRAINED)
     first, last = capsys.readouterr().err.splitlines()
     assert first.endswith("tok/s  1h30m left")
-    assert last == "step 3/3 100%  loss 1.8152  lr 2.0e-03  22,346 tok/s"
+    assert last == "step 4/4 100%  loss 1.8152  lr 2.0e-03  22,346 tok/s"
 
 
 def test_a_line_fits_80_columns(clock, capsys):
     progress = TrainingProgressBar(0, 100_000)
     clock.now = 1.0
-    progress.advance(1.81524)
+    progress.advance(1.81524, 100_000)
     progress.show(TRAINED | {"train_loss": 10.5, "tokens_per_second": 1_234_567.0} | EVALUATED)
     assert all(len(line) <= 80 for line in capsys.readouterr().err.splitlines())
 
@@ -63,13 +62,13 @@ def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     progress = TrainingProgressBar(60, 600)
     clock.now = 1.0
-    progress.advance(1.81524)
+    progress.advance(1.81524, 600)
     progress.show(TRAINED)
     assert re.search(
         r"\rstep  61/600  10%  loss 1.8152  lr 2.0e-03  22,346 tok/s  8:59 left \|.*\|",
         capsys.readouterr().err,
     )
-    progress.advance(1.7)  # between two lines of metrics
+    progress.advance(1.7, 600)  # between two lines of metrics
     progress.show(EVALUATED)
     err = capsys.readouterr().err
     assert "step  62/600  10%  val 1.7421  2.513 bits/byte\n" in err

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, DivergedError
 from gptmini.generate.run import load_run
@@ -124,7 +125,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypat
 def test_a_run_that_goes_on_in_another_type_has_its_scale(text_file, tmp_path, monkeypatch):
     config = make_config(text_file, "auto", steps=3)
     for dtype, steps, scale in (("float32", 3, 1), ("float16", 4, 2**16), ("float32", 5, 1)):
-        pick = loop.machine.pick_compute
+        pick = machine.pick_compute
         with monkeypatch.context() as patch:
             patch.setattr(
                 "gptmini.plan.settle.pick_compute", lambda device, *_, d=dtype, p=pick: p(device, d)

@@ -3,20 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-from gptmini.errors import GptminiError
 from gptmini.extras.compare import compare
 
 
 def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
     Path("d.txt").write_text("a")
     compared: list[tuple[Any, ...]] = []
+    written: list[Path] = []
 
-    def note(*arguments: Any) -> list[object]:
+    def note(*arguments: Any) -> str:
         compared.append(arguments)
-        raise GptminiError("noted")
+        return "noted"
 
     monkeypatch.setattr(compare, "compare_variants", note)
     monkeypatch.setattr(compare, "compare_finished", note)
+    monkeypatch.setattr(compare, "write_results", lambda _, out: written.append(out))
     new, both = Path("runs/compare"), [Path(run), Path(run)]
     train = ["--data", "d.txt"]
     default = ["mha", "gqa:2", "mqa"]
@@ -27,8 +28,8 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
         ([*train, "--attention", "mqa"], ["mqa"], 1, new, "validation"),
         ([*train, "--seeds", "100"], default, 100, new, "validation"),
         ([*train, "--out", "o"], default, 1, Path("o"), "validation"),
-        ([run, run], both, apart, "validation"),
-        ([run, "--out", "o", "--split", "test"], both[:1], Path("o"), "test"),
+        ([run, run], both, "validation"),
+        ([run, "--out", "o", "--split", "test"], both[:1], "test"),
     ]
     for words, names, *rest in cases:
         compared.clear()
@@ -36,6 +37,7 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
         assert len(compared) == 1, err
         ((variants, *found),) = compared
         assert (list(variants), *found) == (names, *rest), words
+    assert written == [new, new, new, new, Path("o"), apart, Path("o")]
     settings = ["--set", "data.errors=replace", "--steps", "7", "--set", "train.lr=0.5"]
     gptmini("compare", *train, *settings, "--set", "data.test=0.1", "--split", "test")
     for config in compared[-1][0].values():

@@ -16,7 +16,7 @@ from gptmini.errors import ConfigError, DataError
 from gptmini.extras.compare import compare
 from gptmini.extras.compare.plots import draw_comparison
 from gptmini.extras.compare.variants import compare_with_first
-from gptmini.figures.plots import save_figure
+from gptmini.extras.plots import plots
 from gptmini.runs.directory import RunDirectory
 from tests.extras.compare.samples import variant
 from tests.support import SMALL, tiny
@@ -45,7 +45,7 @@ WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4",
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison takes no time for its picture."""
-    monkeypatch.setattr(compare, "save_figure", lambda *_: None)
+    monkeypatch.setattr(plots, "save_figure", lambda *_: None)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -65,7 +65,7 @@ def test_comparing_twice_resumes_rather_than_retrains(gptmini, text_file, tmp_pa
     before, made = weights(folder), [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
     first = json.loads((folder / "compare.json").read_text())
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(compare, "save_figure", lambda *_: None)
+    monkeypatch.setattr(plots, "save_figure", lambda *_: None)
     code, again, err = gptmini(*WORDS, "--json")
     assert code == 0
     assert err.count("already finished") == 4
@@ -146,7 +146,15 @@ def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp
     assert len(shapes) == 1
     assert configs[0].tokenizer == configs[1].tokenizer
     assert configs[1].model.n_kv_head == 2
-    assert list(compare.group_runs([folder / "mha" / "seed-1337"])) == ["mha"]
+    first = folder / "mha" / "seed-1337"
+    assert list(compare.group_runs([first])) == ["mha"]
+    # What another seed's minutes came to is no difference.
+    second = folder / "mha" / "seed-1338"
+    shutil.copytree(first, second)
+    intervals = {"eval_every": 7, "save_every": 7, "log_every": 7}
+    changed = configs[0].with_train(seed=1338, steps=77, warmup_steps=7, **intervals)
+    RunDirectory(second).write_config(changed)
+    assert compare.group_runs([first, second]) == {"mha": [first, second]}
 
 
 def test_a_failed_training_ends_the_comparison_with_its_message_and_exit_code(gptmini, text_file):
@@ -178,7 +186,7 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
     pytest.importorskip("matplotlib")
     one, two = variant("a", 2.0, 2.1), variant("b", 2.5)
     two.runs[0].history.clear()  # converted, and not trained since
-    save_figure(draw_comparison([one, two]), tmp_path / "a.svg")
+    plots.save_figure(draw_comparison([one, two]), tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
@@ -209,6 +217,13 @@ def test_the_picture_shows_the_figures_of_the_table():
     assert [text.get_text() for text in below.get_yticklabels()] == ["b"]
 
 
+def test_a_picture_that_fails_costs_no_table(gptmini, run, monkeypatch):
+    monkeypatch.setattr(plots, "save_figure", lambda *_: 1 / 0)
+    code, out, _ = gptmini("compare", run)
+    assert code == 1
+    assert "bits/byte" in out
+
+
 def test_without_matplotlib_a_comparison_keeps_its_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     compare.write_results(compare.Comparison([variant("a", 2.0)]), tmp_path)
@@ -219,7 +234,7 @@ def test_without_matplotlib_a_comparison_keeps_its_tables(tmp_path, monkeypatch,
 
 
 def test_usage_is_checked(gptmini, text_file, tmp_path):
-    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "checkpoints").mkdir(parents=True)
     (tmp_path / "done" / "config.yaml").touch()
     code, _, err = gptmini("compare", "--data", "-")
     assert (code, "read only once" in err) == (2, True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gptmini.config.settings import SampleConfig
 from gptmini.extras.engine import door, native_engine
@@ -137,6 +137,32 @@ CHANGES: dict[str, Callable[[GPT], object]] = {
 }
 
 
+def write(change: Callable[[Tensor], object]) -> Callable[[GPT], object]:
+    """Change a matrix (D, D) in a way that PyTorch does not count."""
+    return lambda model: change(model.blocks[0].attn.o_proj.weight.data)
+
+
+def swap(a: Tensor, b: Tensor) -> None:
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+
+
+CHANGES |= {
+    "one weight": write(lambda weight: weight[5, 6].mul_(1.0001)),
+    "a sign": write(lambda weight: weight[5, 7].neg_()),
+    "half of the signs": write(lambda weight: weight[:, 1::2].neg_()),
+    "all but a column": write(lambda weight: weight[:, 1:].zero_()),
+    "columns": write(lambda weight: weight[:, 4:8].mul_(3)),
+    "a row": write(lambda weight: weight[1].normal_()),
+    "a head": write(lambda weight: weight[:, 8:16].normal_()),
+    "two rows": write(lambda weight: swap(weight[0], weight[1])),
+    "two columns": write(lambda weight: swap(weight[:, 0], weight[:, 1])),
+    "two heads": write(lambda weight: swap(weight[:, :8], weight[:, 8:16])),
+    "through NumPy": write(lambda weight: weight.numpy().__setitem__((3, 5), 1.0)),
+}
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_changes_in_a_model_is_noticed(name):
     model = model_of()
@@ -144,6 +170,22 @@ def test_whatever_changes_in_a_model_is_noticed(name):
     assert before.matches(model)
     CHANGES[name](model)
     assert not before.matches(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_any_element_of_any_tensor_counts(dtype: torch.dtype):
+    torch.manual_seed(1)
+    module = nn.Module()
+    whole = torch.randn(3, 7001).to(dtype)
+    module.register_buffer("part", whole[1, 1:])  # begins and ends within a word
+    before = Fingerprint(module)
+    for index in (0, 1, 2, 3, 4000, 6998, 6999):
+        changed = ~module.part.data[index] if dtype == torch.bool else module.part.data[index] + 1
+        kept = module.part[index].clone()
+        module.part.data[index] = changed
+        assert not before.matches(module)
+        module.part.data[index] = kept
+        assert before.matches(module)
 
 
 def test_a_model_that_was_not_changed_is_compared_once(path: Path, monkeypatch):

@@ -279,7 +279,7 @@ def test_a_full_disk_costs_one_line(gptmini, local_hub, published, tmp_path, mon
     assert gptmini("import", NAME)[0] == 0
 
 
-@pytest.mark.usefixtures("default_signals")  # the command leaves SIGTERM ignored
+@pytest.mark.usefixtures("default_signals")
 def test_a_signal_ends_a_download_and_leaves_nothing(
     gptmini, local_hub, published, tmp_path, monkeypatch
 ):

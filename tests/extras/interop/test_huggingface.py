@@ -555,7 +555,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_pa
 def test_layers_that_are_missing_are_noticed_before_1000_are_built(right, tmp_path, monkeypatch):
     shutil.copytree(right, tmp_path / "bad")
     config(num_hidden_layers=1000)(tmp_path / "bad")
-    monkeypatch.delattr("gptmini.extras.interop.huggingface.create_meta_tensors")
+    monkeypatch.delattr("gptmini.extras.interop.huggingface.create_undrawn")
     with pytest.raises(CheckpointError, match=r"tensor model\.layers\.999\..*: missing"):
         import_model(tmp_path / "bad", tmp_path / "run")
 
@@ -613,7 +613,27 @@ def test_keys_that_are_missing_have_the_defaults_of_transformers(model_type, key
 def test_the_29th_layer_of_qwen_has_the_window_by_default():
     """And none before it, as the test above shows; we have no such pattern."""
     content = {"model_type": "qwen2", **SIZE, **WINDOW, "num_hidden_layers": 29}
-    with pytest.raises(CheckpointError, match=r"layer_types: .* is not supported"):
+    with pytest.raises(CheckpointError, match="max_window_layers: 28 is not supported"):
+        architectures.from_hf_config(content, Path("config.json"), None)
+
+
+ALTERNATING = ["sliding_attention", "full_attention"] * 50_000
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_hidden_layers": 10**18, "max_window_layers": 0},  # a list of them takes all memory
+        {"num_hidden_layers": 10**18, "max_window_layers": 10**17},
+        {"num_hidden_layers": 10**18, "layer_types": ["sliding_attention"] * 4},
+        {"num_hidden_layers": 10**5, "layer_types": ALTERNATING},  # seconds, where all were tried
+        {"num_hidden_layers": 10**5, "layer_types": [*ALTERNATING[:-1], "sliding_attention"]},
+    ],
+    ids=range(5),
+)
+def test_too_many_layers_are_refused_before_they_are_listed(keys):
+    content = {"model_type": "qwen2", **SIZE, **WINDOW, **keys}
+    with pytest.raises(CheckpointError, match=r"config.json: (num_hidden_l|max_window_l|layer_t)"):
         architectures.from_hf_config(content, Path("config.json"), None)
 
 

@@ -69,3 +69,8 @@ def test_each_bucket_is_sent_once_a_step_when_its_gradients_are_complete(monkeyp
             assert torch.equal(ours.grad, 2 * expected.grad)
         assert sum(sent) == step * 31
     assert len(sent) > 2
+
+
+def test_a_frozen_parameter_is_not_collected():
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert FastGradients([frozen], 1).parameters == []

@@ -12,7 +12,7 @@ from tests.samples import run_of
 
 
 def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypatch):
-    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/checkpoints").mkdir(parents=True)
     Path("runs/a/config.yaml").touch()
     monkeypatch.delitem(sys.modules, "gptmini.extras.serve.server", raising=False)
     monkeypatch.delattr("gptmini.extras.serve.server", raising=False)
@@ -24,7 +24,7 @@ def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypa
 
 
 def test_without_the_folder_of_the_server_no_package_is_named(gptmini, monkeypatch):
-    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/checkpoints").mkdir(parents=True)
     Path("runs/a/config.yaml").touch()
     monkeypatch.setitem(sys.modules, "gptmini.extras.serve.server", None)
     monkeypatch.delattr("gptmini.extras.serve.server", raising=False)

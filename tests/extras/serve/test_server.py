@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -276,7 +276,7 @@ def test_a_long_prompt_yields_to_running_texts():
     [
         ({"temperature": -1}, 400, "temperature: must be greater than or equal to 0, not -1"),
         ({"best_of": 1, "suffix": None}, 400, "best_of: no such field"),
-        ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
+        ({"prompt": "x" * (CONTEXT + 1)}, 400, "prompt: 401 tokens"),
         ({"user": "\ud800"}, 400, "body: not valid JSON ('utf-8' codec can't encode character"),
         ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
     ],
@@ -290,6 +290,8 @@ def test_wrong_requests_are_refused_in_openai_s_shape(url: str, wrong, status, m
     assert error["message"].startswith(message)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == message.partition(":")[0]
+    too_long = message == "prompt: 401 tokens"
+    assert error["code"] == ("context_length_exceeded" if too_long else None)
 
 
 HUGE = "x" * 900_000
@@ -501,13 +503,48 @@ def test_a_client_that_never_reads_loses_its_connection(run: Run, monkeypatch):
 def test_too_many_connections_are_refused_until_some_end(run: Run, monkeypatch):
     monkeypatch.setattr(server, "SPARE_CONNECTIONS", 0)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serving(run, max_rows=1, max_waiting=2) as url:
+    with serving(run, max_rows=1, max_waiting=1) as url:
         with connection(url, request) as first, connection(url, request) as second:
             assert read_head(first).startswith("HTTP/1.1 200 ")
             assert read_head(second).startswith("HTTP/1.1 200 ")
-            with connection(url, request) as third:
-                assert read_head(third).startswith("HTTP/1.1 503 ")
-        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+            with connection(url, b"") as third:  # refused before it sends anything
+                assert b"HTTP/1.1 503 " in read_all(third)
+            assert HTTP.get(f"{url}/health").status_code == 503  # one that sends is told so, too
+        for _ in range(600):  # until the server has seen them end
+            with connection(url, GET + b"\r\n") as fourth:
+                if read_head(fourth).startswith("HTTP/1.1 200 "):
+                    return
+            time.sleep(0.01)
+        pytest.fail("still refused")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no descriptors there")
+def test_silent_connections_do_not_use_up_the_descriptors(trained: Path, default_signals):
+    words = f"{sys.executable} -m gptmini serve {trained} --port 0"
+    with command(trained, words=["sh", "-c", f"ulimit -n 250; exec {words}"]) as (process, url):
+        with ExitStack() as held:
+            silent = [held.enter_context(connection(url, b"")) for _ in range(300)]
+            refused = [read_all(each) for each in silent[-50:]]  # ends at once
+            assert all(b"HTTP/1.1 503 " in each for each in refused)
+        retried = httpx.HTTPTransport(retries=8)
+        with httpx.Client(transport=retried, timeout=600) as client:
+            while client.get(f"{url}/health").status_code == 503:  # until it has seen them end
+                time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert "Too many open files" not in process.stderr.read()
+
+
+def test_more_descriptors_are_allowed_where_more_connections_need_them():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        assert server._allow_connections(544) == 544
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (544 + 128 + 64, hard)
+        assert server._allow_connections(100) == 100  # there is room already
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (544 + 128 + 64, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_other_routes_and_methods(url: str, client: openai.OpenAI):
@@ -840,7 +877,7 @@ def test_a_request_has_its_time(run: Run, monkeypatch):
 def test_a_client_that_never_reads_loses_its_row(run: Run):
     body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
     head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
-    limits = {"max_rows": 1, "request_seconds": 5, "max_values": 1 << 30}
+    limits = {"max_rows": 1, "read_seconds": 1, "max_values": 1 << 30}
     with serving(run, **limits) as url, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
@@ -882,9 +919,11 @@ def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkey
 
 
 @contextmanager
-def command(trained: Path, **environment: str) -> Iterator[tuple[subprocess.Popen, str]]:
+def command(
+    trained: Path, words: list[str] | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen, str]]:
     """The command itself, and the address it prints."""
-    words = [sys.executable, "-m", "gptmini", "serve", str(trained), "--port", "0"]
+    words = words or [sys.executable, "-m", "gptmini", "serve", str(trained), "--port", "0"]
     process = subprocess.Popen(
         words, stderr=subprocess.PIPE, text=True, env=os.environ | environment
     )
@@ -896,7 +935,8 @@ def command(trained: Path, **environment: str) -> Iterator[tuple[subprocess.Pope
         process.communicate()
 
 
-def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, default_signals):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_stop_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, name, default_signals):
     with command(trained, GPTMINI_API_KEY="k") as (process, url):
         assert HTTP.get(url).status_code == 401
         secret = "the secret prompt"
@@ -905,7 +945,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, de
         with HTTP.stream("POST", f"{url}/v1/completions", json=body, headers=head) as answer:
             lines = answer.iter_lines()
             found = [next(lines)]
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(getattr(signal, name))
             found += list(lines)
         choices = [json.loads(line[6:])["choices"][0] for line in found[:-2] if line]
         text = "".join(choice["text"] for choice in choices)

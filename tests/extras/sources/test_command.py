@@ -1,4 +1,4 @@
-"""`generate --sources`, and the same from Python."""
+"""`gptmini copies`, and the same from Python."""
 
 import copy
 import io
@@ -11,74 +11,58 @@ import pytest
 
 from gptmini import console
 from gptmini.errors import DataError
-from gptmini.extras.sources.find import Copies, Copy
+from gptmini.extras.sources import command
 from gptmini.generate.run import Run, load_run
 
-FEW = ["--max-new-tokens", "6"]
+PHRASE = "quick brown fox jumps over the lazy dog"
 
 
-def test_sources_are_marked_in_colour_and_listed(gptmini, run, monkeypatch):
-    words = ["generate", "--prompt", "quick brown fox", *FEW]
-    code, expected, _ = gptmini(*words)
-    # The model has learned little: put the beginning of its text where it was trained.
-    monkeypatch.setattr("gptmini.extras.sources.training_text.Copies", FirstFive)
-    code, out, err = gptmini(*words, "--sources")
-    assert (code, out) == (0, expected)  # a pipe gets the text alone
-    assert "%" in err
-    assert "a.txt:3" in err
+def test_copies_are_listed_and_marked_in_colour(gptmini, run, monkeypatch):
+    words = ["copies", "--text", f"? {PHRASE}!"]
+    code, out, err = gptmini(*words)
+    assert (code, err) == (0, "")
+    first, second = out.splitlines()
+    assert "the longest copy is" in first
+    assert second.endswith(f"text.txt:1: {PHRASE}")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(console, "IS_WINDOWS", False)
-    code, out, _ = gptmini(*words, "--sources")
-    start = len("quick brown fox")
-    copied = console.escape_control_characters(expected[start : start + 5])
-    shown = console.escape_control_characters(expected)
-    assert out == shown.replace(copied, f"{console.MARK}{copied}{console.UNMARK}", 1)
+    code, coloured, _ = gptmini(*words)
+    assert coloured == f"?{command.MARK} {PHRASE}{console.UNMARK}!\n\n{out}"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert gptmini(*words, "--sources")[1] == shown
+    assert gptmini(*words)[1] == out
 
 
-class FirstFive(Copies):
-    """A search that finds the beginning of every text."""
-
-    stretches = [(0, 5)]  # noqa: RUF012
-    copies = [Copy(0, 5, "a.txt", 3, 1)]  # noqa: RUF012
-
-
-def test_sources_in_json_and_for_each_of_several_texts(gptmini, run):
-    words = ["generate", run, "--prompt", "the quick", "--samples", "2", *FEW]
-    code, out, err = gptmini(*words, "--sources", "--json")
+def test_copies_in_json_of_a_file_or_what_another_command_writes(gptmini, run, monkeypatch):
+    Path("a.txt").write_text(f"brown {PHRASE}")
+    code, out, err = gptmini("copies", run, "--file", "a.txt", "--json")
     assert (code, err) == (0, "")
-    for sample in json.loads(out)["samples"]:
-        assert set(sample["sources"]) == {"share", "longest", "copies"}
-    code, out, err = gptmini(*words, "--sources")
-    assert out == gptmini(*words)[1]
-    assert err.count("training text") == 2
+    found = json.loads(out)
+    assert set(found) == {"share", "longest", "copies"}
+    assert 0 < found["share"] < 1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"brown {PHRASE}".encode())))
+    words = ["copies", run, "--file", "-", "--prompt", "brown quick", "--json"]
+    without_prompt = json.loads(gptmini(*words)[1])
+    assert without_prompt["copies"][-1]["end"] == len(PHRASE) - len("quick")
+    beginning = ["--text", f"lazy dog {PHRASE}", "--prompt", "lazy dog ", "--json"]
+    assert json.loads(gptmini("copies", run, *beginning)[1])["share"] == 1
 
 
-def test_sources_while_typing(gptmini, run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \n")))
-    code, _, err = gptmini("generate", "-i", "--sources", *FEW)
-    assert code == 0
-    assert "training text" in err
-
-
-def test_sources_need_the_text_of_training(gptmini, run, trained):
+def test_copies_need_the_text_of_training(gptmini, run, trained):
     text = trained.parents[1] / "text.txt"
     whole = text.read_bytes()
-    words = ["generate", "--prompt", "the ", "--sources", *FEW]
+    words = ["copies", "--text", PHRASE]
     try:
         text.write_bytes(whole.replace(b"fox", b"cat", 1))
         code, out, err = gptmini(*words)
-        assert (code, out, err.count("\n")) == (3, "", 2)  # the run is named, too
+        assert (code, out, err.count("\n")) == (3, "", 1)
         assert "text.txt" in err
     finally:
         text.write_bytes(whole)
     assert gptmini(*words)[0] == 0
-    code, _, err = gptmini("generate", run, "--prompts", "a", "--out", "b", "--sources")
-    assert code == 2
-    assert "--sources" in err
+    code, _, err = gptmini("copies", run)
+    assert (code, "give exactly one of them" in err) == (2, True)
 
 
 def test_threads_share_a_text_and_a_copied_run_has_its_own(trained: Path, tmp_path: Path):

@@ -81,14 +81,13 @@ def compare(
     from gptmini.extras.compare import compare as comparing
 
     if finished:
-        found = comparing.compare_finished(finished, out, split)
+        found = comparing.compare_finished(finished, split)
     else:
         found = comparing.compare_variants(variants, seeds or 1, out, split)
-    if as_json:
-        print(json.dumps(found.to_dict()))
-        return
-    print(found)
-    say(f"compare: all figures: {out / 'compare.md'}")
+    print(json.dumps(found.to_dict()) if as_json else found)
+    comparing.write_results(found, out)  # after the table, which a picture that fails must not cost
+    if not as_json:
+        say(f"compare: all figures: {out / 'compare.md'}")
 
 
 def _list_variants(
@@ -103,3 +102,6 @@ def _list_variants(
     if len(configs) != 1:
         return [(None, name) for name in configs]
     return [(kind, configs[0]) for kind in (attention or DEFAULT_ATTENTIONS).split(",")]
+
+
+COMMANDS = {"compare": compare}

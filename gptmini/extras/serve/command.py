@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from gptmini.cli.options import Device, RunName, WeightsType, option, resolve_run
 from gptmini.console import say, warn
-from gptmini.errors import ConfigError, is_missing_guest, make_missing_package_error
+from gptmini.doors import load_pages
+from gptmini.errors import ConfigError, MachineError, make_missing_package_error
 
 if TYPE_CHECKING:
     from gptmini.extras.serve.limits import Limits
@@ -53,14 +54,12 @@ def serve(
 
 
 def _build_page(run: "Run", limits: "Limits") -> bytes | None:
-    """Build the page; None where the guest that makes pages is not there."""
+    """Build the page; None where the part that makes pages is not in this copy."""
     try:
-        from gptmini.extras.page.export import build_served_page
-    except ModuleNotFoundError as error:
-        if not is_missing_guest(error):
-            raise
+        pages = load_pages()
+    except MachineError:
         return None
-    return build_served_page(run, limits.max_tokens)
+    return pages.build_served_page(run, limits.max_tokens)
 
 
 def _read_key() -> str:
@@ -72,3 +71,6 @@ def _read_key() -> str:
     if not key.isprintable():
         raise ConfigError("GPTMINI_API_KEY: has a line break or the like inside; set another key")
     return key
+
+
+COMMANDS = {"serve": serve}

@@ -1,7 +1,4 @@
-"""The messages of a training run: its header, and why it ends, stops or warns."""
-
-import signal
-import statistics
+"""Says before the first step what is trained: the model, the recipe, the machine, how long."""
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, format_count, say, warn
@@ -10,10 +7,6 @@ from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is
 from gptmini.train.state import Training
 
 MAX_USEFUL_EPOCHS = 20  # after which a small model learns little more about unseen text
-MIN_LOSSES_FOR_SPIKE = 20  # before which their spread says nothing
-SPIKE_DEVIATIONS = 6  # of the last losses, above their mean
-SPIKE_MARGIN = 0.1  # in nats, where the last losses hardly differ
-SHOWN_WINDOWS = 4
 MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
@@ -123,58 +116,3 @@ def _describe_length(training: Training) -> str:
     if training.step:
         line += f"; resuming after step {training.step:,}"
     return line
-
-
-def describe_how_to_continue(training: Training) -> str:
-    """Return how to train a run on that is finished or has stopped improving."""
-    settings = training.config.train
-    best = training.progress.best
-    if training.step >= settings.steps or best is None:
-        useful = compute_useful_steps(training.config, training.plan.text_size)
-        if training.steps_follow_minutes and settings.steps + 1 > useful:
-            return "more epochs of so short a text would make the model worse"
-        option = "--minutes" if training.steps_follow_minutes else "--steps"
-        return f"pass a larger {option} to train longer"
-    return (
-        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
-        f"ago; pass --set train.patience=null to train on"
-    )
-
-
-def describe_stopped(training: Training, signal_number: int) -> str:
-    """Return the message for a run that a signal has ended."""
-    name = "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
-    return (
-        f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
-        f"the same command to resume"
-    )
-
-
-def report_spike(training: Training, train_loss: float) -> None:
-    """Warn when a loss is far above those of the last steps, naming its windows."""
-    recent = training.recent_losses
-    if len(recent) >= MIN_LOSSES_FOR_SPIKE:
-        usual = statistics.mean(recent)
-        if train_loss > usual + SPIKE_DEVIATIONS * statistics.pstdev(recent) + SPIKE_MARGIN:
-            where = _describe_windows(training, training.step - 1)
-            warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}, in {where}")
-    recent.append(train_loss)
-
-
-def describe_divergence(training: Training, problem: str) -> str:
-    """Return the message for a run whose numbers are no longer finite."""
-    where = _describe_windows(training, training.step)
-    return (
-        f"{training.run.path}: {problem} after step {training.step}, in {where}; nothing "
-        f"of it was saved; lower train.lr and choose another --out"
-    )
-
-
-def _describe_windows(training: Training, step: int) -> str:
-    """Return where the windows of a step begin, so that a user can find the text."""
-    starts = [str(start) for _, start in training.batches.locate_windows(step)]
-    if not starts:
-        return f"the batch of step {step}"
-    if len(starts) > SHOWN_WINDOWS:
-        starts = [*starts[:SHOWN_WINDOWS], "..."]
-    return f"the windows at tokens {', '.join(starts)}"

@@ -69,16 +69,18 @@ def size(
     settings = build_config(config, data, attention, train_options, assignments, base)
     if base is not None:
         resolve_run(base)  # answers a wrong name with the nearest
-    from gptmini.plan.report import estimate_training, format_report
+    from gptmini.extras.plans.report import estimate_training, format_report
 
     speed = None
     if accelerator is None:
         facts = estimate_training(settings)
     else:
-        from gptmini.extras.plans import plans
-        from gptmini.extras.plans import report as for_accelerators
+        from gptmini.extras.plans import accelerators, plans
 
         hardware = plans.find_accelerator(accelerator, utilization, network)
-        facts = for_accelerators.estimate_on_accelerators(settings, hardware, ranks, shard)
-        speed = for_accelerators.format_speed(facts["time"])
+        facts = accelerators.estimate_on_accelerators(settings, hardware, ranks, shard)
+        speed = accelerators.format_speed(facts["time"])
     print(json.dumps(facts) if as_json else "\n".join(format_report(facts, speed)))
+
+
+COMMANDS = {"size": size}

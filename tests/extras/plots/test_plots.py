@@ -1,5 +1,8 @@
 """Pictures of attention weights and masks."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 
 from gptmini.cli import attention_maps
 from gptmini.errors import ConfigError
-from gptmini.figures import plots
+from gptmini.extras.plots import plots
 from tests.core.generate.samples import TOKENS, model_of
 
 MASK = attention_maps.build_mask("causal", 5).numpy()
@@ -59,3 +62,30 @@ def test_many_tokens_leave_no_room_for_numbers():
     pytest.importorskip("matplotlib")
     weights = torch.ones(1, 1, 13, 13).tril().numpy()
     assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
+
+
+def test_the_backend_of_jupyter_need_not_be_installed():
+    pytest.importorskip("matplotlib")
+    script = "from gptmini.extras.plots import plots; plots.create_figure(1, 1)"
+    environment = os.environ | {"MPLBACKEND": "module://nothing_here.backend"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_inspect_names_what_it_cannot_draw_before_the_work(gptmini, run, monkeypatch):
+    for words, kinds in [
+        (["--mask", "causal", "--out", "a.txt"], ".png, .pdf, .svg"),
+        (["--prompt", "x" * 99, "--out", "a.txt"], ".png, .pdf, .svg, .html"),
+        (["--mask", "causal", "--out", "a.html"], ".png, .pdf, .svg"),
+    ]:
+        code, _, err = gptmini("inspect", *words)
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.endswith(f"ends in {kinds}\n")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = gptmini("inspect", "--prompt", "the fox", "--out", "a.png")
+    assert (code, out) == (5, "")
+    assert err == (
+        "gptmini: pictures: matplotlib is not installed; run pip install -e '.[plot]' in gptmini's "
+        "checkout\n"
+    )

@@ -1,6 +1,6 @@
 """Draws figures from plain data with matplotlib (the extra `plot`); loads no model and no torch."""
 
-import io
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 from rich.cells import cell_len
 
 from gptmini.errors import ConfigError, make_missing_package_error
+from gptmini.files import check_replaceable
 from gptmini.runs.log import select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -22,27 +23,30 @@ MAX_NUMBERED_TOKENS = 12  # maps and masks of up to this many have numbers in th
 
 
 def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
-    """Raise ConfigError for a format that is not supported."""
+    """Raise ConfigError for a format that is not supported, and for a file of another program."""
     if path.suffix.lower() not in kinds:
         raise ConfigError(
             f"--out {path}: unknown format; use a name that ends in {', '.join(kinds)}"
         )
+    check_replaceable(path, b"gptmini" if path.suffix.lower() == ".html" else b"atplotlib")
 
 
-def check_can_draw(path: Path) -> None:
-    """Raise MachineError if the file is to be a picture and matplotlib is not installed."""
-    if path.suffix.lower() in PICTURE_SUFFIXES and find_spec("matplotlib") is None:
+def check_can_draw() -> None:
+    """Raise MachineError if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
         raise make_missing_package_error("pictures", "matplotlib", "plot")
 
 
 def create_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """Create an empty figure; width and height are in inches."""
+    # A figure is drawn into a file. Jupyter passes on its own backend, which may not be installed
+    # here, and then matplotlib cannot even be imported.
+    os.environ["MPLBACKEND"] = "agg"
     try:
         import matplotlib  # noqa: PLC0415 - an extra
         import matplotlib.figure  # noqa: PLC0415
     except ImportError:
         raise make_missing_package_error("pictures", "matplotlib", "plot") from None
-    matplotlib.use("agg")
     matplotlib.rcParams["text.parse_math"] = False  # a name or a token may have dollar signs
     return matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
@@ -51,16 +55,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure; the file name decides the format."""
     check_suffix(path)
     figure.savefig(path, dpi=100, bbox_inches="tight")
-
-
-def render_svg(figure: Figure) -> bytes:
-    """Render a figure for a page, whose fonts have more scripts than matplotlib's."""
-    import matplotlib  # noqa: PLC0415 - an extra
-
-    file = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gptmini"}):
-        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return file.getvalue()
 
 
 def hide_borders(axis: Any) -> None:

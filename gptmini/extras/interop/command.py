@@ -1,10 +1,11 @@
-"""`gptmini export`: write a trained model for other programs, or as a page."""
+"""`gptmini export` writes a trained model for other programs; `gptmini import` reads theirs."""
 
 from pathlib import Path
 from typing import Literal
 
-from gptmini.cli.options import RunName, option, resolve_run
+from gptmini.cli.options import RUNS_FOLDER, RunName, argument, option, resolve_run
 from gptmini.console import quote, say, show_elapsed
+from gptmini.doors import load_pages
 from gptmini.errors import ConfigError
 
 
@@ -72,14 +73,59 @@ def export(
 
 def _export_page(path: Path, out: Path, weights: str | None) -> None:
     """Write a run as one HTML file."""
-    from gptmini.extras.page.export import PRECISIONS, export_page
     from gptmini.generate.run import load_run
 
-    if weights not in (None, *PRECISIONS):
-        raise ConfigError(f"--weights {weights}: unknown in a page; use {' or '.join(PRECISIONS)}")
+    pages = load_pages()
+    if weights not in (None, *pages.PRECISIONS):
+        known = " or ".join(pages.PRECISIONS)
+        raise ConfigError(f"--weights {weights}: unknown in a page; use {known}")
     with show_elapsed("writing the page"):
-        run = load_run(path, "cpu", "float32")
-        page = export_page(run, out, weights)
+        page = pages.export_page(load_run(path, "cpu", "float32"), out, weights)
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
     print(out)
     say("open it in a browser; it needs no network and no other file")
+
+
+def import_model(
+    model: str = argument(
+        ...,
+        "MODEL",
+        "A folder with config.json and safetensors, a .gguf, or a name on the Hugging Face Hub: "
+        "OWNER/NAME, OWNER/NAME@REVISION or OWNER/NAME/FILE.gguf.",
+    ),
+    out: Path | None = option(None, "DIR", "The new run directory.", show_default="runs/NAME"),
+    context_length: int | None = option(
+        None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
+    ),
+) -> None:
+    """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3, StarCoder2."""
+    from gptmini.extras.interop.hub_model import ModelName
+    from gptmini.extras.interop.import_model import (
+        choose_run_name,
+        parse_source,
+        write_imported_run,
+    )
+    from gptmini.plan.cost import count_parameters
+
+    source = parse_source(model)
+    if isinstance(source, ModelName) and Path(model).parent.is_dir():  # as of runs/NAME
+        say(f"{model}: no such folder here; looking for it on the Hugging Face Hub")
+    out = out or RUNS_FOLDER / choose_run_name(source)
+    config, tokenizer = write_imported_run(source, out, context_length)
+    name = quote(out)
+    say(
+        f"{out}: {count_parameters(config) / 1e6:,.1f} M parameters, "
+        f"context {config.context_length:,}, vocabulary {tokenizer.vocab_size:,}; "
+        f"try it with:"
+    )
+    say(f"  gptmini generate {name} --prompt TEXT")
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    ends = " or ".join(names[number] for number in tokenizer.end_tokens)
+    begins = f"begin with {names[tokenizer.eos_token_id]} and " if tokenizer.adds_bos else ""
+    say(f"its texts {begins}end with {ends}")
+    if tokenizer.chat_template is not None:
+        say("it answers questions with:")
+        say(f"  gptmini generate {name} --chat --prompt TEXT")
+
+
+COMMANDS = {"export": export, "import": import_model}

@@ -1,0 +1,8 @@
+"""Draws pictures from plain data with matplotlib: attention, masks, training curves.
+
+For those who look at a run, or show it. Without this folder `gptmini plot` is lost, `inspect` has
+only numbers and pages, and `compare` only tables.
+
+plots.py draws and knows neither training nor model; training.py reads what runs logged.
+`load_plots` in doors.py is the door for other commands.
+"""

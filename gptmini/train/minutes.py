@@ -1,0 +1,47 @@
+"""Keeps a run to its minutes: the number of steps follows the speed at which they are made."""
+
+from gptmini.model.optim import get_cooldown_steps
+from gptmini.plan.minutes import compute_steps_for_minutes
+from gptmini.plan.recipe import compute_useful_steps
+from gptmini.train.state import Training
+
+# After which the number of steps is fitted to the minutes again; just before the cool-down, after
+# each.
+STEPS_BETWEEN_FITS = 5
+
+
+def keep_to_minutes(training: Training) -> None:
+    """Before the cool-down, fit the number of steps to the minutes at the speed so far.
+
+    Steps before the cool-down do not depend on the total, so the final configuration describes the
+    whole run.
+    """
+    config = training.config
+    settings = config.train
+    now = (training.step, training.progress.seconds)
+    since = training.first_update
+    if since is None:
+        training.first_update = now
+        since = (0, 0.0)  # all updates so far
+    cooldown_begins = settings.steps - get_cooldown_steps(settings)
+    to_next = STEPS_BETWEEN_FITS - training.step % STEPS_BETWEEN_FITS
+    is_last_chance = training.step - 1 <= cooldown_begins < training.step + to_next
+    if to_next < STEPS_BETWEEN_FITS and not is_last_chance:
+        return
+    steps = training.group.on_rank_zero(
+        lambda: compute_steps_for_minutes(
+            config,
+            since,
+            now,
+            training.elapsed,
+            training.corpus.held_out,
+            training.evaluation_seconds,
+            training.saving_seconds,
+        )
+    )
+    if steps > settings.steps:
+        useful = compute_useful_steps(config, training.plan.text_size)  # more overfit
+        steps = max(settings.steps, int(min(steps, useful)))
+    if steps != settings.steps:
+        training.config = config.with_train(steps=steps)
+        training.group.on_rank_zero(lambda: training.run.write_config(training.config))

@@ -1,0 +1,151 @@
+"""Reports on a training: to the terminal, to the log and its trackers, and to a loop of one's own.
+
+A `Reporter` hears of every step, of the evaluation after it if there was one, and of the end. What
+it says before the first step is in header.py.
+"""
+
+import signal
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gptmini import machine
+from gptmini.console import say, warn
+from gptmini.errors import DivergedError
+from gptmini.plan.recipe import compute_useful_steps
+from gptmini.runs.log import RunLog
+from gptmini.train.header import say_header_lines
+from gptmini.train.progress_bar import TrainingProgressBar
+from gptmini.train.sample import generate_sample
+from gptmini.train.state import Training
+
+RECENT_LOSSES = 50  # with which a new one is compared
+MIN_LOSSES_FOR_SPIKE = 20  # before which their spread says nothing
+SPIKE_DEVIATIONS = 6  # of the last losses, above their mean
+SPIKE_MARGIN = 0.1  # in nats, where the last losses hardly differ
+
+Metrics = dict[str, Any]
+
+
+class Reporter:
+    """Shows a training that begins or is resumed, and logs it; only rank 0 has a log.
+
+    MachineError for a tracker that is not installed or does not start.
+    """
+
+    def __init__(self, training: Training) -> None:
+        say_header_lines(training)
+        self._training = training
+        self._log: RunLog | None = None
+        if training.group.rank == 0:
+            self._log = RunLog(training.run.path, training.config, training.step)
+        self._bar = TrainingProgressBar(training.step, training.config.train.steps)
+        self._recent_losses: deque[float] = deque(maxlen=RECENT_LOSSES)
+        self._last_logged = (training.step, training.progress.seconds)
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def report(self, step: Metrics, evaluation: Metrics) -> None:
+        """Report the metrics of an update, and of the evaluation after it; either may be empty.
+
+        They become one line of the log, where they are due. A sample is drawn at an evaluation.
+        """
+        training = self._training
+        if step:
+            self._bar.advance(step["train_loss"], training.config.train.steps)
+            self._warn_of_spike(step["train_loss"])
+            if training.own.on_step is not None:
+                training.own.on_step(training.step, step)
+        line: Metrics = {}
+        if step and training.is_log_due:
+            line |= step | {"tokens_per_second": self._measure_speed()}
+        if evaluation:
+            # A sharded model needs every rank for a forward pass.
+            samples_here = self._log is not None or training.group.is_sharded
+            sample = generate_sample(training) if samples_here else ""
+            peak_memory = machine.get_peak_memory(training.compute.device)
+            line |= evaluation | {"sample": sample, "peak_memory": peak_memory}
+        if line:
+            if self._log is not None:
+                self._log.write(training.progress.to_metrics() | line)
+            self._bar.show(line)
+
+    def sync(self) -> None:
+        """Make what is logged so far survive a power cut, as a checkpoint does."""
+        if self._log is not None:
+            self._log.sync()
+
+    def __exit__(self, error_type: object, *_: object) -> None:
+        """End with the training, and say why if it has made fewer steps than planned."""
+        self._bar.close()
+        if self._log is not None:
+            self._log.close()
+        training = self._training
+        if error_type is None and training.step < training.config.train.steps:
+            say(f"ended at step {training.step}: {describe_how_to_continue(training)}")
+
+    def _measure_speed(self) -> float:
+        """Measure the tokens per second of the updates since the last call."""
+        step, seconds = self._last_logged
+        now = (self._training.step, self._training.progress.seconds)
+        self._last_logged = now
+        tokens = (now[0] - step) * self._training.tokens_per_step
+        return round(tokens / (now[1] - seconds), 1)
+
+    def _warn_of_spike(self, loss: float) -> None:
+        """Warn when a loss is far above those of the last steps."""
+        recent = self._recent_losses
+        if len(recent) >= MIN_LOSSES_FOR_SPIKE:
+            usual = statistics.mean(recent)
+            if loss > usual + SPIKE_DEVIATIONS * statistics.pstdev(recent) + SPIKE_MARGIN:
+                warn(f"step {self._training.step}: loss {loss:.4g} after {usual:.4g}")
+        recent.append(loss)
+
+
+# -- why it ends -----------------------------------------------------------------------------------
+
+
+def say_finished(training: Training) -> None:
+    """Say that a run has no steps left to make, and how to train it on."""
+    finished = f"already finished at step {training.step:,}"
+    say(f"{training.run.path}: {finished}; {describe_how_to_continue(training)}")
+
+
+def describe_how_to_continue(training: Training) -> str:
+    """Return how to train a run on that is finished or has stopped improving."""
+    settings = training.config.train
+    best = training.progress.best
+    if training.step >= settings.steps or best is None:
+        useful = compute_useful_steps(training.config, training.plan.text_size)
+        if training.steps_follow_minutes and settings.steps + 1 > useful:
+            return "more epochs of so short a text would make the model worse"
+        option = "--minutes" if training.steps_follow_minutes else "--steps"
+        return f"pass a larger {option} to train longer"
+    return (
+        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
+        f"ago; pass --set train.patience=null to train on"
+    )
+
+
+def describe_stopped(training: Training, signal_number: int) -> str:
+    """Return the message for a run that a signal has ended."""
+    name = "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
+    return (
+        f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
+        f"the same command to resume"
+    )
+
+
+@contextmanager
+def explain_divergence(training: Training) -> Iterator[None]:
+    """Add to a DivergedError the run, its step and a remedy."""
+    try:
+        yield
+    except DivergedError as error:
+        raise DivergedError(
+            f"{training.run.path}: {error} after step {training.step}; nothing of it was saved; "
+            f"lower train.lr and choose another --out"
+        ) from None
