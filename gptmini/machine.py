@@ -38,11 +38,13 @@ class Compute:
     """Where a model runs, and the type of its matrix products; weights stay in float32.
 
     `deterministic` forbids kernels that add in an order which varies; a CPU has none of those.
+    `threads` are those of a CPU while training; None: as many as torch has.
     """
 
     device: torch.device
     dtype: torch.dtype
     deterministic: bool = False
+    threads: int | None = None
 
     def autocast(self) -> torch.autocast:
         """Create a context in which matrix products run in `dtype`."""
@@ -64,6 +66,9 @@ class Compute:
         them. An operation that torch cannot make deterministic raises a RuntimeError.
         """
         with ExitStack() as restored:
+            if self.threads is not None:
+                restored.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(self.threads)
             if self.device.type == "cuda":
                 restored.enter_context(_use_tf32())
             if self.deterministic:

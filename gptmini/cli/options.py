@@ -67,7 +67,7 @@ _MINUTES_HELP = (
     "Minutes that the whole command may take, in place of the steps of CONFIG; sizes that are not "
     "set are chosen to fit."
 )
-_THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
+_THREADS_HELP = "CPU threads to use. Beside other busy programs, one is often faster."
 _BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 
 

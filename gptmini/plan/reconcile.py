@@ -129,7 +129,12 @@ def _resume(requested: Config, run: RunDirectory) -> Request:
         update={"data": settled.data.model_copy(update=paths), "sample": requested.sample}
     )
     resumed = Request(
-        requested, pin_datasets(config, settled), run.path, settled, run.load_tokenizer()
+        requested,
+        pin_datasets(config, settled),
+        run.path,
+        settled,
+        run.load_tokenizer(),
+        threads=run.read_newest_state().get("threads"),
     )
     if not resumed.steps_follow_minutes:
         return resumed

@@ -92,9 +92,7 @@ def _run_loop(
         if _is_save_due(training) or stop is not None or save_requested:
             received.save = False
             log.sync()  # so that the log never lags behind a checkpoint
-            started = time.perf_counter()
             save_checkpoint(training)
-            training.saving_seconds = time.perf_counter() - started
         if stop is not None:
             raise Stopped(stop, describe_stopped(training, stop))
     if training.step < training.config.train.steps:
@@ -139,14 +137,12 @@ def _log(training: Training, log: RunLog, bar: TrainingProgressBar, record: dict
 
 
 def evaluate_and_sample(training: Training) -> dict[str, Any]:
-    """Return what is logged at each evaluation; note for the minutes how long it took."""
-    started = time.perf_counter()
+    """Return what is logged at each evaluation."""
     losses = evaluate_validation(training)
     # Only rank 0 logs. A sharded model needs every rank for a forward pass, though.
     samples_here = training.group.rank == 0 or training.group.is_sharded
     sample = generate_sample(training) if samples_here else ""
     peak_memory = machine.get_peak_memory(training.compute.device)
-    training.evaluation_seconds = time.perf_counter() - started
     return losses | {"sample": sample, "peak_memory": peak_memory}
 
 
@@ -215,26 +211,18 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
     """
     config = training.config
     settings = config.train
-    now = (training.step, training.progress.seconds)
-    since = training.first_update
+    now = (training.step, training.elapsed)
+    since = training.first_step
     if since is None:
-        training.first_update = now
-        since = (0, 0.0)  # all updates so far
+        training.first_step = now
+        since = (0, training.elapsed - training.progress.seconds)  # all updates so far
     cooldown_begins = settings.steps - get_cooldown_steps(settings)
     to_next = STEPS_BETWEEN_FITS - training.step % STEPS_BETWEEN_FITS
     is_last_chance = training.step - 1 <= cooldown_begins < training.step + to_next
     if to_next < STEPS_BETWEEN_FITS and not is_last_chance:
         return
     steps = training.group.on_rank_zero(
-        lambda: compute_steps_for_minutes(
-            config,
-            since,
-            now,
-            training.elapsed,
-            training.corpus.held_out,
-            training.evaluation_seconds,
-            training.saving_seconds,
-        )
+        lambda: compute_steps_for_minutes(config, since, now, training.corpus.held_out)
     )
     if steps > settings.steps:
         useful = compute_useful_steps(config, training.plan.text_size)  # more overfit

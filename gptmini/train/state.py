@@ -79,10 +79,10 @@ class Training:
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LOSSES))
     saved_step: int | None = None  # the step of the newest checkpoint
     last_logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
-    evaluation_seconds: float = 0.0  # of the last evaluation
-    saving_seconds: float = 0.0  # of the last checkpoint
-    # Step and seconds after this command's first update, which allocates for all the others.
-    first_update: tuple[int, float] | None = None
+    has_compiled: bool = False  # or does not compile
+    # This command's first step, and the seconds that had elapsed then: it allocates and compiles
+    # for all the others.
+    first_step: tuple[int, float] | None = None
 
     @property
     def step(self) -> int:
