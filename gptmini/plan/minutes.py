@@ -10,7 +10,7 @@ from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_step_flops
 from gptmini.plan.estimates import CandidateModel
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, reads_often
-from gptmini.plan.timing import Machine
+from gptmini.plan.timing import TRAINED_PER_EVALUATED, Machine
 
 StepAndSeconds = tuple[int, float]  # a step, and the seconds that had elapsed then
 
@@ -26,9 +26,8 @@ MAX_WHOLE_EVALUATION_SHARE = 0.1
 EVALUATED_SHARE = 0.02
 # Tokens at each evaluation; fewer say nothing.
 MIN_EVAL_TOKENS = 1024
-# Tokens trained in the time of one that is evaluated, and of the sample that follows.
-TRAINED_PER_EVALUATED = 0.25
-TRAINED_PER_SAMPLE = 2500
+# Tokens trained in the time of the sample that follows an evaluation.
+TRAINED_PER_SAMPLE = 3000
 MAX_SAMPLE_SHARE = 0.01  # of the time, for each sample
 TARGET_HEAD_DIM = 64
 # Until the text is read.
@@ -210,9 +209,11 @@ def choose_steps(
             f"  time      training takes about {takes} of it: reading so short a text more often "
             "would make the model worse"
         )
+    # Where there is time for the last evaluation alone, it stays the only one on a faster machine.
+    interval = steps / evaluations if evaluations > 1 else 4 * steps
     # The best evaluation is saved. So that nothing is saved twice, a save is due there anyway.
-    saves_per_evaluation = max(1, TARGET_SAVES // evaluations)
-    save_every = math.ceil(steps / evaluations / saves_per_evaluation)
+    saves_per_evaluation = max(1, int(TARGET_SAVES * interval / steps))
+    save_every = math.ceil(interval / saves_per_evaluation)
     chosen = {
         "steps": steps,
         "eval_every": save_every * saves_per_evaluation,
@@ -329,7 +330,8 @@ def compute_steps_for_minutes(
     evaluation = _count_evaluation_in_steps(config, held_out)
     evaluations = step // train.eval_every - first_step // train.eval_every
     made = step - first_step + evaluations * evaluation
-    possible = (60 * train.minutes - elapsed) / (elapsed - first_elapsed) * made
+    seconds = (1 - MAX_SAMPLE_SHARE) * 60 * train.minutes - elapsed  # and the last sample
+    possible = seconds / (elapsed - first_elapsed) * made
     left = (possible - evaluation) / (1 + evaluation / train.eval_every)
     fewest_without_cooldown = math.ceil((step + 2) / (1 - train.cooldown))
     fewest = max(train.warmup_steps, min(train.steps, fewest_without_cooldown))

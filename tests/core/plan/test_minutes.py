@@ -15,7 +15,7 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import format_duration
 from gptmini.data.corpus import prepare_corpus
 from gptmini.model.optim import compute_learning_rate
-from gptmini.plan import cost, estimates, minutes, recipe
+from gptmini.plan import cost, estimates, minutes, recipe, timing
 from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
@@ -149,7 +149,7 @@ def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds,
     plan = planned(Config(), seconds, held_out=held_out)
     of_a_token = 6 * cost.count_parameters(plan.model) / 1e11
     read = plan.train.eval_tokens or held_out
-    reading = of_a_token * read / 4
+    reading = of_a_token * read * timing.TRAINED_PER_EVALUATED
     sample = of_a_token * minutes.TRAINED_PER_SAMPLE
     count = math.ceil(plan.train.steps / plan.train.eval_every)
     evaluations = count * (reading + sample)
@@ -157,7 +157,7 @@ def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds,
     assert count == 1 or evaluations < seconds / 20
     assert count in (1, 10) or evaluations > seconds / 40
     assert plan.train.save_every <= math.ceil(plan.train.steps / 3)  # even if it evaluates once
-    if of_a_token * held_out / 4 <= seconds / 10:
+    if of_a_token * held_out * timing.TRAINED_PER_EVALUATED <= seconds / 10:
         assert plan.train.eval_tokens is None
     else:  # a power of two
         assert read & (read - 1) == 0
@@ -355,10 +355,11 @@ def test_all_that_took_time_counts():
     def steps(step: int, elapsed: float, held_out: int = 0) -> int:
         return minutes.compute_steps_for_minutes(config, (1, 1.0), (step, elapsed), held_out)
 
-    assert steps(9, 5.0) == 9 + int(55 / 0.5)
-    assert steps(9, 9.0) == 9 + 51  # a checkpoint or a sample took four seconds
-    # An evaluation takes as long as five steps: with one of ten so far, 15 steps in 7.5 seconds.
-    assert steps(11, 8.5, 2000) == 11 + int((51.5 / 0.5 - 5) / 1.5)
+    # A hundredth of the minute is for the last sample.
+    assert steps(9, 5.0) == 9 + int(54.4 / 0.5)
+    assert steps(9, 9.0) == 9 + 50  # a checkpoint or a sample took four seconds
+    # An evaluation takes as long as eight steps: with one of ten so far, 18 steps in nine seconds.
+    assert steps(11, 10.0, 2000) == 11 + int((49.4 / 0.5 - 8) / 1.8)
 
 
 def test_a_stall_leaves_a_run_that_can_be_read():
