@@ -200,6 +200,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def can_choose_threads(compute: Compute) -> bool:
+    """Return whether nobody has said how many threads there shall be, by --threads or otherwise."""
+    is_open = "OMP_NUM_THREADS" not in os.environ and compute.threads is None
+    return is_open and compute.device.type == "cpu" and torch.get_num_threads() > 1
+
+
 def describe_device(device: torch.device) -> str:
     """Name a device, with what the last bits of its results depend on."""
     if device.type == "cpu":

@@ -16,7 +16,12 @@ from gptmini.console import format_count, format_duration, say, warn
 from gptmini.data.corpus import FoundText, TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
-from gptmini.machine import keep_freed_memory, pick_compute, release_freed_memory
+from gptmini.machine import (
+    can_choose_threads,
+    keep_freed_memory,
+    pick_compute,
+    release_freed_memory,
+)
 from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.plan import Plan, Request
@@ -31,7 +36,6 @@ from gptmini.plan.recipe import (
 from gptmini.plan.reconcile import reconcile
 from gptmini.plan.timing import (
     Machine,
-    can_choose_threads,
     choose_micro_batch_size,
     is_worth_compiling,
     shard_if_needed,

@@ -6,7 +6,6 @@ says how far off that is, so measuring never touches the run.
 
 import functools
 import math
-import os
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +16,13 @@ import torch
 from gptmini.config.settings import Config
 from gptmini.console import say, show_elapsed, warn
 from gptmini.errors import ConfigError, MachineError
-from gptmini.machine import Compute, estimate_training_bytes, find_compiler, get_total_memory
+from gptmini.machine import (
+    Compute,
+    can_choose_threads,
+    estimate_training_bytes,
+    find_compiler,
+    get_total_memory,
+)
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import overwrite_by_softmax_
 from gptmini.model.optim import Optimizer
@@ -275,7 +280,7 @@ def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> C
 
 
 def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
-    """Estimate the time of an evaluation on `held_out` tokens, or on `train.eval_tokens` of them."""
+    """Estimate the time of an evaluation, on `held_out` tokens or `train.eval_tokens` of them."""
     tokens_read = min(held_out, config.train.eval_tokens or held_out)
     tokens_per_step = config.train.batch_size * config.seq_len
     reading = TRAINED_PER_EVALUATED * per_step * tokens_read / tokens_per_step
@@ -308,12 +313,6 @@ def measure_product_speed(D: int, F: int, rows: int, compute: Compute) -> float:
             compute.synchronize()
             fastest = min(fastest, time.perf_counter() - started)
     return 2 * rows * D * F / fastest
-
-
-def can_choose_threads(compute: Compute) -> bool:
-    """Return whether nobody has said how many threads there shall be, by --threads or otherwise."""
-    is_open = "OMP_NUM_THREADS" not in os.environ and compute.threads is None
-    return is_open and compute.device.type == "cpu" and torch.get_num_threads() > 1
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gptmini.console import say, show_elapsed
 from gptmini.errors import DivergedError, GptminiError
-from gptmini.plan.timing import undo_compiling
 from gptmini.train.batches import seed_from
 from gptmini.train.state import Training
 
@@ -65,6 +64,8 @@ def _try_compiled(training: Training, tokens: Tensor, targets: Tensor) -> tuple[
 
     Takes and returns what `_compute_gradients` does.
     """
+    from gptmini.plan.timing import undo_compiling  # noqa: PLC0415 - an update needs no planning
+
     training.has_compiled = True
     try:
         loss, norm = _compute_gradients(training, tokens, targets)

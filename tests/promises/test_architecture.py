@@ -270,7 +270,7 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
         "train.group": {"os.environ"},  # torchrun's variables
         "extras.parallel.ranks": {"os.environ"},
         "extras.parallel.group": {"os.environ"},
-        "machine": {"os.environ"},  # the one that cuBLAS reads
+        "machine": {"os.environ"},  # those that cuBLAS and OpenMP read
         "files": {"os.environ"},  # where the desktop keeps caches
     }
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())

@@ -16,7 +16,7 @@ from gptmini.model.gpt import GPT
 from gptmini.plan import cost, estimates, settle, timing
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, loop, step
+from gptmini.train import build, loop
 from tests.core.plan.machines import CPU, GPU, FakeMachine
 from tests.support import tiny, train
 
@@ -214,7 +214,7 @@ def test_compiled_gradients_that_are_not_finite_are_not_used(
     config = tiny(data={"path": str(text_file)}, train={"steps": 3})
     plain = train_without_compiling(config, tmp_path / "plain")
     monkeypatch.setattr(build, "compile_blocks", spoil)
-    monkeypatch.setattr(step, "undo_compiling", lambda _: hooks[0].remove())
+    monkeypatch.setattr(timing, "undo_compiling", lambda _: hooks[0].remove())
     run = train_compiled(config, "on", tmp_path / "run")
     assert "  compile   off: it computes gradients that are not finite\n" in capsys.readouterr().err
     assert all(torch.equal(plain[name], each) for name, each in load_weights(run).items())
