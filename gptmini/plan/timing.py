@@ -40,8 +40,8 @@ MAX_PROBE_SECONDS = 1.0  # after which nothing is repeated
 # One thread must be so much faster than all: others are busy for a while only, and on a quiet
 # machine the same command must choose the same number.
 MAX_SHARE_OF_TIME_WITH_ONE_THREAD = 0.8
-# Training that takes longer is compiled on a CPU (scripts/LOG.md: When does compiling pay on a
-# CPU?).
+# Training that takes longer is compiled on a CPU (scripts/LOG.md: When does compiling pay, and how
+# far does one real step correct a prediction?).
 MIN_SECONDS_TO_COMPILE = 300
 # Tokens trained in the time of one that is evaluated: 0.38 and 0.43 (4 x 192 and 2 x 128).
 TRAINED_PER_EVALUATED = 0.4
