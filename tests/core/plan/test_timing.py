@@ -157,6 +157,20 @@ def test_one_thread_computes_where_all_are_slower(monkeypatch, capsys, busy, thr
     assert ("  threads   1: a step takes 0.16 s" in capsys.readouterr().err) == warned
 
 
+def test_a_run_keeps_its_threads(monkeypatch, text_file, tmp_path):
+    config = tiny(data={"path": str(text_file)}, train={"steps": 2})
+    run = train_compiled(config, "off", tmp_path / "run")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)
+    try:
+        plan = make_plan(config.with_train(steps=3, compile="off"), run)
+        with plan.machine.compute.enter_training():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("chosen", ["environment", "one", "processes"])
 def test_threads_that_were_chosen_stay(monkeypatch, chosen):
     if chosen != "environment":
