@@ -46,7 +46,9 @@ def made(**settings: Any) -> GPT:
     return GPT(config.model).train()
 
 
-def update(model: GPT, compute_loss: Callable[[Tensor, Tensor], Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
+def update(
+    model: GPT, compute_loss: Callable[..., Tensor], lengths: tuple[int, ...]
+) -> list[Tensor]:
     """Add the gradients of micro-batches up; return their losses, and then the gradients."""
     losses = []
     for number, length in enumerate(lengths):

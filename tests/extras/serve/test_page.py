@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_served_page
