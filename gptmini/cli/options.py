@@ -120,9 +120,9 @@ def build_config(
     """Build the configuration of a command line: a file, then --set, then the other options.
 
     `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration, or
-    what it was resolved to. Without a name, the file is the default configuration; a run that
-    begins from another (`base`) needs no file. `train_options` maps options such as --steps, which
-    set the key of section train with the same name, to their values.
+    what it was resolved to. Without a name and a text, the file is the default configuration.
+    `train_options` maps options such as --steps, which set the key of section train with the same
+    name, to their values; --steps replaces the minutes of a file.
     """
     from gptmini.config import load
 
@@ -137,7 +137,7 @@ def build_config(
             )
         data = [named.text]
     file = named.file
-    if file is None and base is None:
+    if file is None and not data:
         file = load.DEFAULT_CONFIG_FILE
 
     overrides = parse_assignments(assignments)
@@ -149,9 +149,12 @@ def build_config(
         label = f"--attention {shorten(attention)}"
         for key, value in load.parse_attention(attention, "--attention").items():
             overrides.append((label, ("model", "attention", key), value))
-    for label, value in (train_options or {}).items():
-        if value is not None:
-            overrides.append((label, ("train", label.removeprefix("--")), value))
+    given = {label: value for label, value in (train_options or {}).items() if value is not None}
+    if {"--steps", "--minutes"} <= given.keys():
+        raise ConfigError("--steps and --minutes: each says how long to train; pass one of them")
+    if "--steps" in given and named.run is None:
+        overrides.append(("--steps", ("train", "minutes"), None))
+    overrides += [(label, ("train", label[2:]), value) for label, value in given.items()]
     return load.load_config(file, overrides)
 
 

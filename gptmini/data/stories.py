@@ -188,8 +188,8 @@ def _choose_words(dice: _Dice) -> dict[str, str]:
     day = dice.draw(len(DAYS))
     for after, letter in enumerate("uvw"):
         words[letter] = DAYS[(day + after) % len(DAYS)]
-    n = 3 + dice.draw(5)  # 3 to 7
-    m = 2 + dice.draw(min(n, 5) - 2)  # 2 to 5, less than n
+    n = 4 + dice.draw(4)  # 4 to 7
+    m = 2 + dice.draw(n - 3)  # 2 to 5, so that at least 2 are left
     words["n"] = NUMBERS[n]
     words["m"] = NUMBERS[m]
     words["left"] = NUMBERS[n - m]
