@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from gptmini.cli.serve import _build_page
 from gptmini.extras.page import export
