@@ -75,7 +75,7 @@ def evaluate(
         return
     print(_format_evaluation(facts))
     if facts["rules"]:
-        print(f"\n{format_rules([LearntRule(**rule) for rule in facts['rules']])}")
+        print("", *format_rules([LearntRule(**rule) for rule in facts["rules"]]), sep="\n")
 
 
 def _format_evaluation(facts: dict[str, Any]) -> str:

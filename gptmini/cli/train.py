@@ -105,17 +105,27 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
         say(f"{made}: too few for a model, so this is noise; pass a larger {longer}")
         return
     if STORIES in trained.config.data.path:
-        from gptmini.train.rules import format_rules, measure_rules
-
-        with trained.enter_inference():
-            rules = measure_rules(trained.model, trained.corpus.tokenizer)
-        say("which words it gets right, by the rule of the stories that determines them:")
-        say("")
-        say(format_rules(rules))
-        say("")
+        _show_rules(trained)
     ask = "continue your own prompt with"
     chat = ""
     if trained.corpus.has_ignored:  # it learned to answer
         ask = "ask it with"
         chat = "--chat "
-    say(f"{ask}: gptmini generate {quote(trained.run.path)} {chat}--prompt TEXT")
+    name = quote(trained.run.path)
+    say(f"{ask}: gptmini generate {name} {chat}--prompt TEXT")
+    say(f"look inside: gptmini inspect {name} --prompt TEXT --out page.html")
+
+
+def _show_rules(trained: "Training") -> None:
+    """Print which rules of the built-in stories the model has learnt."""
+    from gptmini.console import say
+    from gptmini.train.rules import format_rules, measure_rules
+
+    with trained.enter_inference():
+        rules = measure_rules(trained.model, trained.corpus.tokenizer)
+    say("how often it gets a word right that a rule of the stories determines:")
+    say("")
+    for line in format_rules(rules):
+        say(f"  {line}")
+    say("")
+    say("learn a text of your own: gptmini train --data FILE --minutes 10")

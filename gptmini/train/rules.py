@@ -102,11 +102,11 @@ def _summarize(rule: str, rights: list[bool]) -> LearntRule:
     return LearntRule(rule, right / n, half_width, n, 1 / RULES[rule])
 
 
-def format_rules(rules: list[LearntRule]) -> str:
-    """Format what was measured as a table, with an example of each rule."""
+def format_rules(rules: list[LearntRule]) -> list[str]:
+    """Format what was measured as the lines of a table, with an example of each rule."""
     lines = ["rule      right         guess  example"]
     for each in rules:
         right = f"{100 * each.right:3.0f} % ± {100 * each.half_width:.0f}"
         guess = f"{100 * each.chance:3.0f} %"
         lines.append(f"{each.rule:8}  {right:12}  {guess}  {EXAMPLES[each.rule]}")
-    return "\n".join(lines)
+    return lines
