@@ -25,10 +25,9 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,10 @@ from gptmini.runs.tensors import (
     Manifest,
     Tensors,
     check_file,
+    check_size,
     list_model_files,
     read_checkpoint_json,
+    read_tensors,
 )
 from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -299,45 +300,35 @@ class RunDirectory:
 
         CheckpointError if there are checkpoints and all are damaged.
         """
-        load = partial(self.load_checkpoint, with_optimizer=True)
-        return self._load_first_intact(self.list_steps(), load)
+        return self._load_first_intact(self.list_steps(), with_optimizer=True)
 
-    def load_best(self) -> Checkpoint:
-        """Load the best checkpoint, else the newest intact one, without the optimizer's state."""
-        return self._choose_best(self.load_checkpoint)
+    def load_best(self, with_model: bool = True) -> Checkpoint:
+        """Load the best checkpoint, else the newest intact one, without the optimizer's state.
 
-    def find_best(self) -> Checkpoint:
-        """Find the checkpoint that `load_best` loads, without its tensors.
-
-        Their files are not read, so of damage to them only a wrong size is noticed.
+        Without the model, its files are not read: of damage to them only a wrong size is noticed.
         """
-        return self._choose_best(self._find_checkpoint)
-
-    def _choose_best(self, load: Callable[[int], Checkpoint]) -> Checkpoint:
-        try:
-            checkpoint = self._load_first_intact(self._list_best_first(), load)
-        except CheckpointError:  # a running training may have deleted it while it was read
-            checkpoint = self._load_first_intact(self._list_best_first(), load)
-        if checkpoint is None:
-            raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
-        return checkpoint
-
-    def _list_best_first(self) -> list[int]:
-        """Return the steps that have a checkpoint: the best, then newest first."""
+        listed = self.list_steps()
         try:
             best = read_checkpoint_json(self.path / "best.json").get("step")
         except CheckpointError:
             best = None
-        return sorted(self.list_steps(), key=lambda step: step != best)
+        best_first = sorted(listed, key=lambda step: step != best)
+        try:
+            checkpoint = self._load_first_intact(best_first, with_model=with_model)
+        except CheckpointError:
+            if self.list_steps() == listed:
+                raise
+            return self.load_best(with_model)  # a running training has deleted what was listed
+        if checkpoint is None:
+            raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
+        return checkpoint
 
-    def _load_first_intact(
-        self, steps: list[int], load: Callable[[int], Checkpoint]
-    ) -> Checkpoint | None:
+    def _load_first_intact(self, steps: list[int], **parts: bool) -> Checkpoint | None:
         """Load the first checkpoint that is intact, and warn of the damage in those before it."""
         damages: list[str] = []
         for step in steps:
             try:
-                checkpoint = load(step)
+                checkpoint = self.load_checkpoint(step, **parts)
             except CheckpointError as damage:
                 damages += damage.lines
                 continue
@@ -361,26 +352,10 @@ class RunDirectory:
         except CheckpointError:
             return False
 
-    def load_checkpoint(self, step: int, with_optimizer: bool = False) -> Checkpoint:
+    def load_checkpoint(
+        self, step: int, with_optimizer: bool = False, with_model: bool = True
+    ) -> Checkpoint:
         """Load the checkpoint of a step; CheckpointError if damaged."""
-        folder = self._get_folder(step)
-        state, manifest = self._read_state(step)
-        model = tensors.read_tensors(folder, list_model_files(folder, manifest), manifest)
-        optimizer: Tensors = {}
-        if with_optimizer:
-            optimizer = tensors.read_tensors(folder, ["optimizer.safetensors"], manifest)
-        return Checkpoint(state, model, optimizer, tensors.compute_model_digest(folder, manifest))
-
-    def _find_checkpoint(self, step: int) -> Checkpoint:
-        """Find the checkpoint of a step, without its tensors; CheckpointError if damaged."""
-        folder = self._get_folder(step)
-        state, manifest = self._read_state(step)
-        for name in list_model_files(folder, manifest):
-            tensors.check_size(folder / name, manifest)
-        return Checkpoint(state, {}, {}, tensors.compute_model_digest(folder, manifest))
-
-    def _read_state(self, step: int) -> tuple[dict[str, Any], Manifest]:
-        """Read what a checkpoint says of itself: the state, and the sizes and hashes of files."""
         folder = self._get_folder(step)
         manifest = read_checkpoint_json(folder / "manifest.json")
         check_file(folder / "state.json", manifest)
@@ -390,7 +365,15 @@ class RunDirectory:
                 f"{folder}: state.json has format {state.get('format')} and step "
                 f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
             )
-        return state, manifest
+        weights = list_model_files(folder, manifest)
+        for name in weights:
+            check_size(folder / name, manifest)
+        digest = tensors.compute_model_digest(folder, manifest)
+        model = read_tensors(folder, weights if with_model else [], manifest)
+        moments = read_tensors(
+            folder, ["optimizer.safetensors"] if with_optimizer else [], manifest
+        )
+        return Checkpoint(state, model, moments, digest)
 
     def _get_folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
