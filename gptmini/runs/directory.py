@@ -222,8 +222,9 @@ class RunDirectory:
         by_file = zip(tensors.name_model_files(count), parts, strict=True)
         folder = self.checkpoints / ".tmp"
         try:
+            self.checkpoints.mkdir(exist_ok=True)  # without parents: fails if the run has moved
             files.remove_tree(folder)  # of a process that was killed
-            folder.mkdir()  # without parents: if the run has been moved away, fail
+            folder.mkdir()
             manifest: Manifest = {}
             for name, contents in chain(by_file, [("optimizer.safetensors", optimizer)]):
                 manifest[name] = tensors.write_tensors(folder / name, contents)
@@ -279,13 +280,19 @@ class RunDirectory:
         except CheckpointError:
             return {}
 
-    def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""
+    def tidy_after(self, step: int, best: dict[str, Any] | None, keep: int) -> None:
+        """Leave what was there once a step was saved, from which training resumes.
+
+        Later checkpoints are damaged, and get a name that `prune` ignores. A kill may have come
+        between writing a checkpoint and deleting the old ones.
+        """
         for newer in self.list_steps():
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"
                 files.remove_tree(damaged)
                 files.rename(self._get_folder(newer), damaged)
+        self.write_best(best)
+        self.prune(best, keep)
 
     # -- loading -----------------------------------------------------------------------------------
 
