@@ -47,7 +47,6 @@ from gptmini.runs.tensors import (
     read_checkpoint_json,
     read_tensors,
 )
-from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
@@ -137,6 +136,8 @@ class RunDirectory:
 
     def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """Load the run's tokenizer; DataError if it is not that of the checkpoint."""
+        from gptmini.tokenizer.load import load_tokenizer  # noqa: PLC0415 - training needs no files
+
         tokenizer = load_tokenizer(self.tokenizer_file)
         if checkpoint is not None and checkpoint.state["tokenizer"] != tokenizer.fingerprint:
             raise DataError(

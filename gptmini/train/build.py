@@ -18,8 +18,9 @@ from gptmini.plan.plan import Plan
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
-from gptmini.train.batches import Batches, CustomBatches, seed_from
+from gptmini.train.batches import Batches, CustomBatches
 from gptmini.train.group import SINGLE_PROCESS, Group
+from gptmini.train.seeds import seed_from
 from gptmini.train.state import FIRST_LOSS_SCALE, CustomParts, Training
 
 
