@@ -150,6 +150,19 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def write_checked(path: Path, data: bytes) -> None:
+    """Write data behind its SHA-256, atomically."""
+    atomic_write_bytes(path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+
+def read_checked(path: Path) -> bytes:
+    """Read what `write_checked` wrote; OSError if it is missing, ValueError if it is damaged."""
+    checksum, _, data = read_regular(path).partition(b"\n")
+    if checksum != hashlib.sha256(data).hexdigest().encode():
+        raise ValueError("damaged")
+    return data
+
+
 @contextmanager
 def atomic_output(out: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes `out` when the block ends.

@@ -38,11 +38,13 @@ class Compute:
     """Where a model runs, and the type of its matrix products; weights stay in float32.
 
     `deterministic` forbids kernels that add in an order which varies; a CPU has none of those.
+    `threads` are those of a CPU while training; None: as many as torch has.
     """
 
     device: torch.device
     dtype: torch.dtype
     deterministic: bool = False
+    threads: int | None = None
 
     def autocast(self) -> torch.autocast:
         """Create a context in which matrix products run in `dtype`."""
@@ -64,6 +66,9 @@ class Compute:
         them. An operation that torch cannot make deterministic raises a RuntimeError.
         """
         with ExitStack() as restored:
+            if self.threads is not None:
+                restored.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(self.threads)
             if self.device.type == "cuda":
                 restored.enter_context(_use_tf32())
             if self.deterministic:
@@ -193,6 +198,12 @@ def pick_device(name: str) -> torch.device:
         # cuBLAS reads this once, when it begins; a fixed workspace costs nothing.
         os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS[0])
     return torch.device(name)
+
+
+def can_choose_threads(compute: Compute) -> bool:
+    """Return whether nobody has said how many threads there shall be, by --threads or otherwise."""
+    is_open = "OMP_NUM_THREADS" not in os.environ and compute.threads is None
+    return is_open and compute.device.type == "cpu" and torch.get_num_threads() > 1
 
 
 def describe_device(device: torch.device) -> str:

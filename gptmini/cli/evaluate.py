@@ -67,7 +67,7 @@ def evaluate(
     if own is not None:
         try:
             facts["copied"] = measure_copied(trained, own, split)
-        except (DataError, MachineError) as error:  # of token numbers, or in a copy that cannot
+        except (DataError, MachineError) as error:  # of a large text, or in a copy that cannot
             say(str(error))
     print(json.dumps(facts) if as_json else _format_evaluation(facts))
 

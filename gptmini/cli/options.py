@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -67,7 +67,7 @@ _MINUTES_HELP = (
     "Minutes that the whole command may take, in place of the steps of CONFIG; sizes that are not "
     "set are chosen to fit."
 )
-_THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
+_THREADS_HELP = "CPU threads to use. Beside other busy programs, one is often faster."
 _BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 
 
@@ -101,8 +101,16 @@ def parse_assignments(assignments: list[str] | None) -> list[tuple[str, tuple[st
     return [(f"--set {'.'.join(path)}", path, value) for path, value in pairs]
 
 
+class Named(NamedTuple):
+    """What a name in the place of CONFIG stands for: a configuration, with its run, or a text."""
+
+    file: Path | None = None
+    run: Path | None = None
+    text: str | None = None
+
+
 def build_config(
-    name: str | None,
+    name: str | Named | None,
     data: list[str] | None = None,
     attention: str | None = None,
     train_options: dict[str, Any] | None = None,
@@ -111,23 +119,24 @@ def build_config(
 ) -> "Config":
     """Build the configuration of a command line: a file, then --set, then the other options.
 
-    `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration.
-    Without a name, the file is the default configuration; a run that begins from another (`base`)
-    needs no file. `train_options` maps options such as --steps, which set the key of section train
-    with the same name, to their values.
+    `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration, or
+    what it was resolved to. Without a name, the file is the default configuration; a run that
+    begins from another (`base`) needs no file. `train_options` maps options such as --steps, which
+    set the key of section train with the same name, to their values.
     """
     from gptmini.config import load
 
     if base is not None and name is None and not data:
         raise ConfigError(f"--from {base}: on which text? add --data PATH")
-    file = None if name is None else find_config(name)
-    if name is not None and file is None:
+    named = resolve(name) if isinstance(name, str) else name or Named()
+    if named.text is not None:
         if data:
             raise ConfigError(
-                f"{name}: a text, but CONFIG is expected here; repeat --data before each text, or "
-                f"quote a pattern: --data '*.txt'"
+                f"{named.text}: a text, but CONFIG is expected here; repeat --data before each "
+                f"text, or quote a pattern: --data '*.txt'"
             )
-        data = [name]
+        data = [named.text]
+    file = named.file
     if file is None and base is None:
         file = load.DEFAULT_CONFIG_FILE
 
@@ -146,36 +155,30 @@ def build_config(
     return load.load_config(file, overrides)
 
 
-def find_config(name: str) -> Path | None:
-    """Find the file of a configuration or a run; None for a text, as --data takes it.
+def resolve(name: str) -> Named:
+    """Find what a name stands for: a run, its config.yaml, a configuration, or a text for --data.
 
     Of anything else, ConfigError suggests the nearest configuration or run.
     """
     from gptmini.config import load
 
-    if run := find_run(name):
-        return run / "config.yaml"
     path = Path(name)
+    folder = path.parent if path.name == "config.yaml" else path
+    if is_run(folder):
+        return Named(folder / "config.yaml", folder)
     if name == "-" or name.startswith(("builtin:", "hf:")) or set(name) & set("*?["):
-        return None
+        return Named(text=name)
     configs = load.map_config_names()
     is_named = path.suffix in (".yaml", ".yml") or name in configs
     if is_configuration_alone(path):
         raise ConfigError(f"{name}: neither a run nor a text; name its config.yaml to train it")
     if path.exists() and not is_named:
-        return None
+        return Named(text=name)
     runs = _list_runs()
     near = difflib.get_close_matches(path.name, [*configs, *runs], 1)
     if not is_named and near and near[0] in runs:
         raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?")
-    return load.find_config_file(name)
-
-
-def find_run(name: str) -> Path | None:
-    """Find the run directory that is given by its path or that of its config.yaml."""
-    path = Path(name)
-    folder = path.parent if path.name == "config.yaml" else path
-    return folder if is_run(folder) else None
+    return Named(load.find_config_file(name))
 
 
 def resolve_run(run: Path | None) -> Path:

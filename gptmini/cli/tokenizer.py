@@ -30,7 +30,7 @@ def train(
     """Learn a byte-pair encoding from texts."""
     from gptmini.config import load
     from gptmini.data import corpus
-    from gptmini.data.text import DividedText, TextPart, find_text, spool_stdin
+    from gptmini.data.text import find_text, spool_stdin
 
     settings = parse_assignments(assignments)
     for label, (section, *_), _ in settings:
@@ -50,8 +50,7 @@ def train(
     )
     with spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
         text = find_text(paths, config.data)
-        whole = TextPart(DividedText(text, 0.0, 0.0), "training")
-        learned = corpus.learn_tokenizer("bpe", vocab_size, [whole], text.has_conversations)
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [text], text.has_conversations)
     atomic_write_bytes(out, learned.to_json().encode())
     say(f"saved {out}: {learned.vocab_size:,} tokens")
 

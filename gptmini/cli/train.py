@@ -14,12 +14,13 @@ from gptmini.cli.options import (
     ConfigName,
     Data,
     Minutes,
+    Named,
     Steps,
     Threads,
     build_config,
     choose_out,
-    find_run,
     option,
+    resolve,
     resolve_run,
 )
 from gptmini.files import check_run_folder, is_run
@@ -59,12 +60,12 @@ def train(
     from gptmini.config.load import find_request
     from gptmini.runs import log
 
-    resumed = None if config is None else find_run(config)
-    out = out or resumed
-    if resumed is not None and out == resumed:
-        config = str(find_request(resumed))  # as if the command that began it were typed again
+    named = None if config is None else resolve(config)
+    if named is not None and named.run is not None and out in (None, named.run):
+        out = named.run
+        named = Named(find_request(out))  # as if the command that began it were typed again
     train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
-    settings = build_config(config, data, attention, train_options, assignments, base)
+    settings = build_config(named, data, attention, train_options, assignments, base)
     out = out or choose_out(config, settings.data.path[0], attention, base)
     check_run_folder(out)
     log.check_installed(settings.train.log_to)

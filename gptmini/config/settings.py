@@ -253,7 +253,8 @@ class TrainConfig(Section):
     """Equal bits when a run is repeated or resumed on a GPU, as always on a CPU; auto: on NVIDIA's
     GPUs, where it costs some speed."""
     compile: OnOrOff = "auto"
-    """Use torch.compile; auto: if there is a C++ compiler and a measurement shows that it pays."""
+    """Use torch.compile; auto: on CUDA, and on a CPU with a C++ compiler for more than five minutes
+    of training."""
     patience: Count | None = 5
     """Stop after this many evaluations of the cool-down without improvement; null: never."""
     eval_every: Steps = 100

@@ -4,15 +4,13 @@ The cache keeps learned vocabularies and token files under the hash of content a
 nothing is prepared twice.
 """
 
-import glob
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -21,19 +19,11 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
-from gptmini.console import show_byte_progress
-from gptmini.data import numbers, token_file
-from gptmini.data.text import (
-    DividedText,
-    Split,
-    Text,
-    TextPart,
-    find_text,
-    locate_splits,
-    spool_stdin,
-)
+from gptmini.console import format_count, show_byte_progress
+from gptmini.data import token_file
+from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
-from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
+from gptmini.errors import DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, from_dict
@@ -46,48 +36,38 @@ STALE_SECONDS = 86_400
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The texts that a configuration names, divided but not yet tokens.
+    """The texts that a configuration names, not yet tokens; one for each weight.
 
-    `separate` is the text to hold out, if that is another.
+    `held_out` is the text to validate on, if that is another.
     """
 
-    divided: list[DividedText]
-    separate: Text | None
+    texts: list[Text]
+    held_out: Text | None
 
     @property
     def bytes(self) -> int:
         """Size on disk of all that is not held out as another text."""
-        return sum(divided.text.bytes for divided in self.divided)
-
-    @property
-    def training(self) -> list[TextPart]:
-        """The parts of the texts that training reads."""
-        return [TextPart(divided, "training") for divided in self.divided]
+        return sum(text.bytes for text in self.texts)
 
     @property
     def has_conversations(self) -> bool:
         """Whether some of the documents, held out or not, are conversations."""
-        texts = [divided.text for divided in self.divided]
-        texts += [] if self.separate is None else [self.separate]
+        texts = self.texts if self.held_out is None else [*self.texts, self.held_out]
         return any(text.has_conversations for text in texts)
 
     @cached_property
     def content(self) -> str:
         """SHA-256 (hex) of the texts and their splits, as of the corpus that they become."""
-        digests = [part.digest for part in self.training]
-        if self.separate is None:
-            digests += [TextPart(divided, "validation").digest for divided in self.divided]
+        digests = [text.hash_split("training") for text in self.texts]
+        if self.held_out is None:
+            digests += [text.hash_split("validation") for text in self.texts]
         else:
-            digests.append(self.separate.digest)
+            digests.append(self.held_out.digest)
         return _join_digests(digests)
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield what is trained on; DataError if a file has changed since it was found."""
-        return chain.from_iterable(part.iter_chunks() for part in self.training)
-
-
-# A text as it was found: its files and splits, or the files of token numbers of each path.
-FoundText = TrainingText | list[list[Path]]
+        return chain.from_iterable(text.iter_training() for text in self.texts)
 
 
 def prepare_corpus(
@@ -99,63 +79,53 @@ def prepare_corpus(
     `tokenizer` that is given is used in place of the one which the configuration names.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
-    with open_text(config.data) as found:
-        return encode_text(found, config, with_test, tokenizer)
+    with open_text(config.data) as text:
+        return encode_text(text, config, with_test, tokenizer)
 
 
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
     with _open_cache(settings) as paths:
-        return _prepare_whole(paths, settings, tokenizer)
-
-
-def find_number_files(paths: list[str]) -> list[list[Path]] | None:
-    """Find the files of token numbers of each path, in order; None if they name texts.
-
-    DataError for both in one list.
-    """
-    found = []
-    for path in paths:
-        place = Path(os.path.expanduser(path))  # Path.expanduser can raise
-        matches = [place]
-        if not place.exists() and set(path) & set("*?["):
-            matches = [Path(match) for match in sorted(glob.glob(str(place)))]
-        found.append([match for match in matches if numbers.holds_numbers(match)])
-    if not any(found):
-        return None
-    for path, listed in zip(paths, found, strict=True):
-        if not listed:
-            raise DataError(f"{path}: a text beside token numbers; train on one kind")
-    return found
+        return _encode_whole(find_text(paths, settings), tokenizer)
 
 
 @contextmanager
-def open_text(settings: DataConfig) -> Iterator[FoundText]:
+def open_text(settings: DataConfig) -> Iterator[TrainingText]:
     """Find the files of a text, to read it and to prepare it in the cache; raises as above."""
     with _open_cache(settings) as paths:
-        token_numbers = find_number_files(paths)
-        if token_numbers is not None:
-            yield token_numbers
-            return
-        divided = []
+        texts = []
         for group in [[path] for path in paths] if settings.weights else [paths]:
             text = find_text(group, settings)
             share = _get_held_out_share(settings, text.bytes)
-            divided.append(DividedText(text, share, settings.test or 0.0))
-        held_out = settings.validation_path
-        separate = None if held_out is None else find_text(held_out, settings)
-        yield TrainingText(divided, separate)
+            texts.append(replace(text, validation=share, test=settings.test or 0.0))
+        other = settings.validation_path
+        yield TrainingText(texts, None if other is None else find_text(other, settings))
 
 
 def encode_text(
-    found: FoundText, config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
+    text: TrainingText, config: Config, with_test: bool = False, tokenizer: Tokenizer | None = None
 ) -> Corpus:
     """Prepare the tokens of an open text; raises as prepare_corpus does."""
-    if isinstance(found, TrainingText):
-        corpus = _prepare_texts(config, found, with_test, tokenizer)
-    else:
-        corpus = _prepare_numbers(config, found, with_test, tokenizer)
-    _check_length(corpus, config)
+    settings = config.data
+    if tokenizer is None:
+        tokenizer = _get_tokenizer(config, text)
+
+    wanted: list[Split] = ["training"]
+    if text.held_out is None:
+        wanted.append("validation")
+    if with_test and settings.test is not None:
+        wanted.append("test")
+    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
+    for each in text.texts:
+        for split, file in _get_token_files(each, wanted, tokenizer).items():
+            found[split].append(file)
+    if text.held_out is not None:
+        found["validation"] = [_encode_whole(text.held_out, tokenizer)]
+    name = _name_corpus(settings)
+    corpus = Corpus(
+        name, tokenizer, found["training"], found["validation"], found["test"], text.content
+    )
+    _check_length(corpus, config, text)
     return corpus
 
 
@@ -184,79 +154,6 @@ def _name_corpus(settings: DataConfig) -> str:
     return ", ".join(names).encode("utf-8", "backslashreplace").decode()
 
 
-def _prepare_texts(
-    config: Config, text: TrainingText, with_test: bool, tokenizer: Tokenizer | None
-) -> Corpus:
-    """Learn or create the tokenizer of texts, and encode them."""
-    settings = config.data
-    if tokenizer is None:
-        tokenizer = _get_tokenizer(config, text)
-
-    wanted: list[Split] = ["training"]
-    if text.separate is None:
-        wanted.append("validation")
-    if with_test and settings.test is not None:
-        wanted.append("test")
-    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
-    for divided in text.divided:
-        for split, file in _get_token_files(divided, wanted, tokenizer).items():
-            found[split].append(file)
-    if text.separate is not None:
-        found["validation"] = [_encode_whole(text.separate, tokenizer)]
-    name = _name_corpus(settings)
-    return Corpus(
-        name, tokenizer, found["training"], found["validation"], found["test"], text.content
-    )
-
-
-def _prepare_numbers(
-    config: Config, files_of_paths: list[list[Path]], with_test: bool, tokenizer: Tokenizer | None
-) -> Corpus:
-    """Open token numbers and split them: the tail validates, what to test on lies before it."""
-    settings = config.data
-    if settings.split == "documents":
-        raise ConfigError(
-            "data.split: token numbers do not say where documents begin; leave it out, or name "
-            "what to hold out in data.validation_path"
-        )
-    if tokenizer is None and config.tokenizer.kind in ("auto", "bpe", "char"):
-        raise ConfigError(
-            f"{files_of_paths[0][0]}: token numbers; name the tokenizer that made them, such as "
-            f"--set tokenizer.kind=gpt2"
-        )
-    tokenizer = tokenizer or create_tokenizer(config.tokenizer.kind)
-    groups = files_of_paths if settings.weights else [list(chain.from_iterable(files_of_paths))]
-    found: dict[Split, list[TokenFile]] = {"training": [], "validation": [], "test": []}
-    for group in groups:
-        whole = _open_numbers(group, tokenizer)
-        share = _get_held_out_share(settings, whole.text_bytes)
-        for split, stretch in locate_splits(len(whole), share, settings.test or 0.0).items():
-            found[split].append(whole.cut(*stretch))
-    training, validation = found["training"], found["validation"]
-    test = found["test"] if with_test and settings.test is not None else []
-    if settings.validation_path is not None:
-        validation = [_prepare_whole(settings.validation_path, settings, tokenizer)]
-    names = "".join(file.path.name for file in [*training, *validation])
-    content = hashlib.sha256(names.encode()).hexdigest()
-    return Corpus(_name_corpus(settings), tokenizer, training, validation, test, content)
-
-
-def _open_numbers(paths: list[Path], tokenizer: Tokenizer) -> TokenFile:
-    """Open the token file of files of numbers in the cache; copy them if it is missing."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with files.open_regular(path) as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
-    target = _name_token_file(digest.hexdigest(), tokenizer)
-    with suppress(DataError):
-        return TokenFile(target, tokenizer)
-    total = sum(path.stat().st_size for path in paths)
-    with show_byte_progress("copying the tokens", total) as advance:
-        encoded = ({"": part} for part in numbers.read_numbers(paths, tokenizer, advance))
-        token_file.write_token_files({"": target}, encoded, tokenizer)
-    return TokenFile(target, tokenizer)
-
-
 def _get_held_out_share(settings: DataConfig, size: int) -> float:
     """Get the fraction of a text of `size` bytes to validate on; none if another text is."""
     if settings.validation_path is not None:
@@ -264,26 +161,24 @@ def _get_held_out_share(settings: DataConfig, size: int) -> float:
     return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
 
 
-def _prepare_whole(paths: list[str], settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
-    """Prepare all that the paths name as one text."""
-    found = find_number_files(paths)
-    if found is not None:
-        return _open_numbers(list(chain.from_iterable(found)), tokenizer)
-    return _encode_whole(find_text(paths, settings), tokenizer)
-
-
-def _check_length(corpus: Corpus, config: Config) -> None:
+def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
     """DataError if a split is shorter than one window and the token after it."""
     window = config.seq_len + 1
     splits = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
     for split, token_files in splits.items():
         for file in token_files:
-            if len(file) < window:
-                raise DataError(
-                    f"{corpus.name}: too short: {len(file):,} of its tokens are for {split}, but "
-                    f"one window needs {window:,}; use a longer text, or lower "
-                    f"model.context_length or train.seq_len"
-                )
+            if len(file) >= window:
+                continue
+            amount = ""
+            if text.has_conversations:
+                chunks = chain.from_iterable(each.iter_chunks() for each in text.texts)
+                count = sum(chunk.messages is not None for chunk in chunks)
+                amount = f" ({format_count(count, 'conversation')})"
+            raise DataError(
+                f"{corpus.name}: too short{amount}: {len(file):,} of its tokens are for {split}, "
+                f"but one window needs {window:,}; use a longer text, or lower "
+                f"model.context_length or train.seq_len"
+            )
 
 
 def _join_digests(digests: list[str]) -> str:
@@ -294,10 +189,9 @@ def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
-    training = text.training
     chat = text.has_conversations
     if kind in ("auto", "bpe") and vocab_size is None:
-        text_bytes = sum(part.text_bytes for part in training)
+        text_bytes = sum(each.spans["training"][1] for each in text.texts)
         train = config.train
         training_tokens = None
         if train.minutes is not None and "steps" in train.model_fields_set:
@@ -305,32 +199,29 @@ def _get_tokenizer(config: Config, text: TrainingText) -> Tokenizer:
         kind, vocab_size = choose_tokenizer(kind, text_bytes, config.model.d_model, training_tokens)
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind, chat=chat)
-    digest = _join_digests([part.digest for part in training])[:20]
+    digest = _join_digests([each.hash_split("training") for each in text.texts])[:20]
     name = f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.tokenizer"
     path = files.get_cache_folder() / name
-    with suppress(OSError):  # not there yet
-        checksum, _, saved = files.read_regular(path).partition(b"\n")
-        if checksum == hashlib.sha256(saved).hexdigest().encode():
-            return from_dict(json.loads(saved))
-    tokenizer = learn_tokenizer(kind, vocab_size, training, chat)
-    saved = tokenizer.to_json().encode()
-    files.atomic_write_bytes(path, hashlib.sha256(saved).hexdigest().encode() + b"\n" + saved)
+    with suppress(OSError, ValueError):  # not there yet, or damaged
+        return from_dict(json.loads(files.read_checked(path)))
+    tokenizer = learn_tokenizer(kind, vocab_size, text.texts, chat)
+    files.write_checked(path, tokenizer.to_json().encode())
     return tokenizer
 
 
-def learn_tokenizer(
-    kind: str, vocab_size: int | None, training: list[TextPart], chat: bool
-) -> Tokenizer:
-    """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones.
+def learn_tokenizer(kind: str, vocab_size: int | None, texts: list[Text], chat: bool) -> Tokenizer:
+    """Learn a tokenizer from the training part of texts.
+
+    `char` reads all of it, `bpe` every n-th chunk of large ones.
 
     To `chat`, it gets the special tokens and the template of ChatML.
     """
-    size = sum(text.bytes for text in training)
+    size = sum(text.bytes for text in texts)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
-    chunks = chain.from_iterable(text.iter_chunks() for text in training)
+    chunks = chain.from_iterable(text.iter_training() for text in texts)
     with show_byte_progress("learning the vocabulary", size // every) as advance:
-        texts = _iter_learned_texts(islice(chunks, 0, None, every), advance)
-        return create_tokenizer(kind, vocab_size, texts, chat)
+        learned = _iter_learned_texts(islice(chunks, 0, None, every), advance)
+        return create_tokenizer(kind, vocab_size, learned, chat)
 
 
 def _iter_learned_texts(
@@ -367,11 +258,11 @@ def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float
 
 def _encode_whole(text: Text, tokenizer: Tokenizer) -> TokenFile:
     """Open the token file of a whole text."""
-    return _get_token_files(DividedText(text, 0.0, 0.0), ["training"], tokenizer)["training"]
+    return _get_token_files(text, ["training"], tokenizer)["training"]
 
 
 def _get_token_files(
-    divided: DividedText, splits: list[Split], tokenizer: Tokenizer
+    text: Text, splits: list[Split], tokenizer: Tokenizer
 ) -> dict[Split, TokenFile]:
     """Open the token files of some splits in the cache; write those missing or damaged.
 
@@ -380,14 +271,14 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        path = _name_token_file(TextPart(divided, split).digest, tokenizer)
+        path = _name_token_file(text.hash_split(split), tokenizer)
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:
             missing[split] = path
     if missing:
-        with show_byte_progress("preparing the tokens", divided.text.bytes) as advance:
-            chunks = divided.iter_chunks(missing)
+        with show_byte_progress("preparing the tokens", text.bytes) as advance:
+            chunks = text.iter_splits(missing)
             encoded = token_file.encode_chunks(chunks, tokenizer, advance)
             token_file.write_token_files(missing, encoded, tokenizer)
         opened |= {split: TokenFile(path, tokenizer) for split, path in missing.items()}

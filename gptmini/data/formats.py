@@ -7,6 +7,7 @@ raises a DataError with the file and the position.
 import codecs
 import csv
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
-from gptmini.console import warn
+from gptmini.console import say, warn
 from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_messages
 from gptmini.errors import (
     DataError,
@@ -31,20 +32,23 @@ from gptmini.errors import (
 from gptmini.tokenizer.chat_template import Message
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, Place, TextChunk, find_boundary, split_text
 
-CONVERT_REMEDY = "convert it to UTF-8, or pass --set data.errors=replace"
-PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
+CONVERT_REMEDY = (
+    "convert it to UTF-8, or pass --set data.errors=replace; from Latin-1: "
+    "iconv -f latin1 -t utf-8 OLD > NEW"
+)
+DOCUMENT_REMEDY = "save it as .txt, or extract its text with pandoc -t plain"
 PYTHON_DOCS = "builtin:python-docs"
 SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
 
 TAR_OFFSET = 257  # at which a tar archive says that it is one
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
-    codecs.BOM_UTF16_LE: ("UTF-16 or UTF-32", "convert it to UTF-8"),
-    codecs.BOM_UTF16_BE: ("UTF-16", "convert it to UTF-8"),
+    codecs.BOM_UTF16_LE: ("UTF-16 or UTF-32", "convert it: iconv -f utf-16 -t utf-8 OLD > NEW"),
+    codecs.BOM_UTF16_BE: ("UTF-16", "convert it: iconv -f utf-16 -t utf-8 OLD > NEW"),
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
-    b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
-    b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", "save it as plain text"),
-    b"PK\3\4": ("a ZIP archive or an Office document", f"unpack it, or {PANDOC_REMEDY}"),
+    b"{\\rtf": ("an RTF document", DOCUMENT_REMEDY),
+    b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", "save it as .txt or .csv"),
+    b"PK\3\4": ("a ZIP archive or an Office document", f"unpack it, or {DOCUMENT_REMEDY}"),
     b"\x1f\x8b": ("gzip data", "end its name in .gz"),
     b"(\xb5/\xfd": ("zstd data", "end its name in .zst"),
     b"\xfd7zXZ": ("xz data", "pipe it in: xzcat FILE | gptmini train --data -"),
@@ -57,9 +61,23 @@ CSV_DELIMITERS = ",;\t|"
 PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
 PARQUET_BATCH_ROWS = 1000
 
-warn_once = cache(warn)  # a text is read several times
 Document = str | list[Message]  # the messages of a conversation
 Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
+
+
+@cache  # a text is read several times
+def warn_once(*lines: str) -> None:
+    """Warn about a text, unless an earlier command did: the cache remembers."""
+    hashed = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
+    told = files.get_cache_folder() / f"{hashed[:20]}.told"
+    with suppress(OSError):  # a cache that cannot be written
+        if told.exists():
+            return
+        told.parent.mkdir(parents=True, exist_ok=True)
+        told.touch()
+    warn(lines[0])
+    for line in lines[1:]:
+        say(f"  {line}")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """From paths to documents: files, folders, globs, standard input, the Hub and built-in corpora.
 
-A Text is a list of files and how to read them; a DividedText has its splits: training, validation
-and test. Both are read block by block, so they may be larger than memory. Reading them again gives
-the same text, or an error that names the file that changed.
+A Text is a list of files, how to read them, and its splits: training, validation and test. It is
+read block by block, so it may be larger than memory. Reading it again gives the same text, or an
+error that names the file that changed.
 """
 
 import glob
@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,25 +36,31 @@ from gptmini.data.formats import (
     read_documents,
     warn_once,
 )
-from gptmini.errors import DataError
-from gptmini.files import is_run
+from gptmini.errors import DataError, describe_os_error
+from gptmini.files import get_cache_folder, is_run, read_checked, write_checked
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 # Text that has more in it than its words.
 MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
+MAX_SKIPPED_LISTED = 10  # files
 BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
 
 @dataclass(frozen=True)
 class Text:
-    """Files in reading order, and how to read them."""
+    """Files in reading order, how to read them, and which share of them is held out.
+
+    `validation` and `test` are fractions of the text, or of its documents.
+    """
 
     name: str
     files: tuple[File, ...]
     settings: DataConfig
+    validation: float = 0.0
+    test: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -80,10 +87,27 @@ class Text:
                     hashed.update(b"line feeds")
         return hashed.hexdigest()
 
-    @property
-    def text_bytes(self) -> int:
-        """Size of the text in UTF-8; DataError if it is all white space."""
-        return self._size_and_kind[0]
+    def hash_split(self, split: Split) -> str:
+        """Return the SHA-256 (hex) of everything that determines a split."""
+        rule = [self.settings.split, split, self.validation, self.test]
+        return hashlib.sha256(json.dumps([self.digest, *rule]).encode()).hexdigest()
+
+    @cached_property
+    def spans(self) -> dict[Split, tuple[int, int]]:
+        """Where each split begins and ends in the bytes of the text, in their order.
+
+        Of documents these are only their shares. DataError if the text is all white space.
+        """
+        size = self._size_and_kind[0]
+        n_test = max(1, round(size * self.test)) if self.test else 0
+        n_validation = max(1, round(size * self.validation)) if self.validation else 0
+        validation_start = size - n_validation
+        test_start = validation_start - n_test
+        return {
+            "training": (0, test_start),
+            "test": (test_start, validation_start),
+            "validation": (validation_start, size),
+        }
 
     @property
     def has_conversations(self) -> bool:
@@ -92,7 +116,11 @@ class Text:
 
     @cached_property
     def _size_and_kind(self) -> tuple[int, bool]:
-        """Read the text for its size in UTF-8, and for whether it has conversations."""
+        """Size in UTF-8, and whether it has conversations: known to the cache, or read."""
+        kept = get_cache_folder() / f"{self.digest[:20]}.size"
+        with suppress(OSError, ValueError):  # not there yet, or damaged
+            size, has_conversations = json.loads(read_checked(kept))
+            return size, has_conversations
         size = 0
         has_conversations = False
         with show_byte_progress("reading the text", self.bytes) as advance:
@@ -101,6 +129,8 @@ class Text:
                 size += length
                 has_conversations = has_conversations or chunk.messages is not None
                 advance(length)
+        with suppress(OSError):  # it can be read again
+            write_checked(kept, json.dumps([size, has_conversations]).encode())
         return size, has_conversations
 
     def iter_chunks(self) -> Iterator[TextChunk]:
@@ -118,46 +148,36 @@ class Text:
         if is_blank:
             raise DataError(f"{self.name}: contains no text; choose a file that has some")
 
-
-@dataclass(frozen=True)
-class DividedText:
-    """A text that is divided into splits, before any tokenizer sees it.
-
-    `validation` and `test` are fractions of the text, or of the documents.
-    """
-
-    text: Text
-    validation: float
-    test: float
-
-    def iter_chunks(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
-        """Yield the text of some splits, as Text.iter_chunks does, in one pass over the text.
+    def iter_splits(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
+        """Yield the text of some splits, as iter_chunks does all of it, in one pass.
 
         DataError at its end if one of them has only white space.
         """
         if not self.validation and not self.test:
-            return (("training", chunk) for chunk in self.text.iter_chunks())
-        if self.text.settings.split == "tail":
-            return self._iter_stretches(splits)
+            return (("training", chunk) for chunk in self.iter_chunks())
+        if self.settings.split == "tail":
+            return self._iter_spans(splits)
         return self._iter_documents(splits)
 
-    def _iter_stretches(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
-        """Yield the stretches of the text: training first, then test, then validation.
+    def iter_training(self) -> Iterator[TextChunk]:
+        """Yield what is trained on."""
+        return (chunk for _, chunk in self.iter_splits(["training"]))
+
+    def _iter_spans(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
+        """Yield the spans of the text: training first, then test, then validation.
 
         The text is cut between words where that is possible, a conversation before it begins.
         """
-        size = self.text.text_bytes
-        located = locate_splits(size, self.validation, self.test)
-        stretches = {split: stretch for split, stretch in located.items() if split in splits}
-        last_end = max(end for _, end in stretches.values())
-        reach = min(4096, size // 100)  # a short text is not cut far from the requested place
+        spans = {split: span for split, span in self.spans.items() if split in splits}
+        last_end = max(end for _, end in spans.values())
+        reach = min(4096, self.spans["validation"][1] // 100)  # a short text is cut near that place
         at = 0  # bytes before this chunk
-        for chunk in self.text.iter_chunks():
+        for chunk in self.iter_chunks():
             if at >= last_end:
                 return
             text = chunk.text
             length = count_utf8_bytes(text)
-            for split, (begin, end) in stretches.items():
+            for split, (begin, end) in spans.items():
                 if chunk.messages is not None:
                     if begin < at + length <= end:  # by its end, so that the last split has some
                         yield split, chunk
@@ -174,7 +194,7 @@ class DividedText:
         """Yield the documents of some splits, in the order of the text."""
         split: Split = "training"
         blank = set(splits)
-        for chunk in self.text.iter_chunks():
+        for chunk in self.iter_chunks():
             if chunk.starts_document:
                 split = self._assign_document(chunk.text)
             if split in splits:
@@ -184,7 +204,7 @@ class DividedText:
         for split in splits:
             if split in blank:
                 raise DataError(
-                    f"{self.text.name}: its split leaves no document for {split}; use a text with "
+                    f"{self.name}: its split leaves no document for {split}; use a text with "
                     f"more documents, or hold out the tail with --set data.split=tail"
                 )
 
@@ -196,51 +216,6 @@ class DividedText:
         if number < (self.validation + self.test) * 2**64:
             return "test"
         return "training"
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """One split of a text."""
-
-    divided: DividedText
-    split: Split
-
-    @property
-    def bytes(self) -> int:
-        """Size of the whole text on disk."""
-        return self.divided.text.bytes
-
-    @property
-    def text_bytes(self) -> int:
-        """About the size of this split in UTF-8."""
-        divided = self.divided
-        located = locate_splits(divided.text.text_bytes, divided.validation, divided.test)
-        begin, end = located[self.split]
-        return end - begin
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of everything that determines this split."""
-        text = self.divided.text
-        rule = [text.settings.split, self.split, self.divided.validation, self.divided.test]
-        return hashlib.sha256(json.dumps([text.digest, *rule]).encode()).hexdigest()
-
-    def iter_chunks(self) -> Iterator[TextChunk]:
-        """Yield this split, as Text.iter_chunks does all of a text."""
-        return (chunk for _, chunk in self.divided.iter_chunks([self.split]))
-
-
-def locate_splits(size: int, validation: float, test: float) -> dict[Split, tuple[int, int]]:
-    """Return where each split begins and ends in `size` bytes or tokens, in their order."""
-    n_test = max(1, round(size * test)) if test else 0
-    n_validation = max(1, round(size * validation)) if validation else 0
-    validation_start = size - n_validation
-    test_start = validation_start - n_test
-    return {
-        "training": (0, test_start),
-        "test": (test_start, validation_start),
-        "validation": (validation_start, size),
-    }
 
 
 def _find_cut(text: str, length: int, offset: int, reach: int) -> int:
@@ -293,6 +268,9 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
         warn_once(
             f"{_abbreviate(found)}: trained on with its markup; to avoid that, extract the text"
         )
+    counts = Counter(os.path.abspath(file.path) for file in files)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        warn_once(f"{_abbreviate(repeated)}: read twice; name a file or its folder, not both")
     return Text(", ".join(paths), tuple(files), settings)
 
 
@@ -331,42 +309,55 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
         return _find_builtin_files(path, errors)
     if hub_dataset.is_dataset_name(path):
         return _find_dataset_files(path, errors)
-    place = Path(os.path.expanduser(path))  # Path.expanduser can raise
-    if place.is_dir():
-        found = [Path(root) / name for root, names in _walk(place) for name in names]
-    elif not place.exists() and any(character in path for character in "*?["):
-        found = sorted(_match_pattern(place), key=str)
-        found = [match for match in found if not match.is_dir()]
+    place = Path(os.path.expanduser(path))  # neither it nor os.path raises, as Path does
+    problems: dict[Path, str] = {}
+    if os.path.isdir(place):
+        found = [Path(root) / name for root, names in _walk(place, problems) for name in names]
+    elif not os.path.exists(place) and any(character in path for character in "*?["):
+        found = sorted(_match_pattern(place, problems), key=str)
+        found = [match for match in found if not os.path.isdir(match)]
     else:
         return [_describe_file(place, errors)]
-    found = [each for each in found if each.exists() or not each.is_symlink()]
-    if not found:
-        raise DataError(
-            f"{path}: no files found; give a folder that has some, or a pattern such as "
-            f"'texts/**/*.md'"
-        )
-    files = [_describe_file(file, errors) for file in found]
-    return _skip_unreadable_files(path, files, settings.text_key)
+    files = []
+    for each in found:
+        if os.path.islink(each) and not os.path.exists(each):
+            continue
+        try:
+            file = _describe_file(each, errors)
+        except DataError as error:
+            problems[each] = error.lines[0]
+            continue
+        if problem := _find_problem(file, settings.text_key):
+            problems[each] = problem
+        else:
+            files.append(file)
+    _report_skipped(path, len(files), problems)
+    return files
 
 
-def _skip_unreadable_files(path: str, files: list[File], text_key: str) -> list[File]:
-    """Leave out files that cannot be read as text, with a warning; DataError if none is left."""
-    problems = {file: problem for file in files if (problem := _find_problem(file, text_key))}
+def _report_skipped(path: str, n_files: int, problems: dict[Path, str]) -> None:
+    """Warn of files that cannot be read as text; DataError if there are no others."""
     if not problems:
-        return files
+        if not n_files:
+            raise DataError(
+                f"{path}: no files found; give a folder that has some, or a pattern such as "
+                f"'texts/**/*.md'"
+            )
+        return
     # Of records if there are any, as among a thousand pictures nobody would see them.
-    example = problems[min(problems, key=lambda file: file.kind == "text")]
-    if len(problems) == len(files):
+    example = problems[min(problems, key=lambda file: find_format(file.name)[0] == "text")]
+    if not n_files:
         raise DataError(f"{path}: no text found, only such as {example}")
-    warn_once(f"{path}: {len(problems)} of {len(files)} files skipped, such as {example}")
-    return [file for file in files if file not in problems]
+    skipped = f"{path}: {len(problems)} of {n_files + len(problems)} files skipped"
+    if len(problems) > MAX_SKIPPED_LISTED:
+        warn_once(f"{skipped}, such as {example}")
+    else:
+        warn_once(f"{skipped}:", *problems.values())
 
 
 @cache
 def _find_problem(file: File, text_key: str) -> str | None:
     """Find why a file cannot be read as text, by its beginning."""
-    with open_unchanged(file):  # raises for a file that may not be read, whatever its kind
-        pass
     try:
         next(read_documents(file, text_key, ""), None)
     except DataError as error:
@@ -374,13 +365,19 @@ def _find_problem(file: File, text_key: str) -> str | None:
     return None
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def _walk(folder: Path, problems: dict[Path, str]) -> Iterator[tuple[str, list[str]]]:
     """Walk a folder and those below it: each with its files, sorted, without hidden ones.
 
     Runs are no text, as they change while they are trained. Symbolic links to folders are not
-    followed, as they may form loops.
+    followed, as they may form loops. `problems` gets the folders that cannot be read.
     """
-    for root, folders, names in os.walk(folder, onerror=raise_unreadable):
+
+    def note(error: OSError) -> None:
+        problems[Path(error.filename)] = (
+            f"{error.filename}: {describe_os_error(error)}; check its permissions"
+        )
+
+    for root, folders, names in os.walk(folder, onerror=note):
         if is_run(root):
             folders.clear()
             continue
@@ -388,7 +385,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield root, sorted(name for name in names if not name.startswith("."))
 
 
-def _match_pattern(pattern: Path) -> set[Path]:
+def _match_pattern(pattern: Path, problems: dict[Path, str]) -> set[Path]:
     """Find the paths that a pattern matches; `**` walks folders as above.
 
     glob.glob would follow links there.
@@ -400,8 +397,8 @@ def _match_pattern(pattern: Path) -> set[Path]:
     after = Path(*pattern.parts[at + 1 :] or "*")
     matches: set[Path] = set()
     for start in glob.glob(str(before)):
-        for root, _ in _walk(Path(start)):
-            matches |= _match_pattern(Path(glob.escape(root)) / after)
+        for root, _ in _walk(Path(start), problems):
+            matches |= _match_pattern(Path(glob.escape(root)) / after, problems)
     return matches
 
 

@@ -7,7 +7,6 @@ tokenizer, how many bytes of text and documents it stands for, and the SHA-256. 
 before all of its file has been checked.
 """
 
-import copy
 import hashlib
 import json
 import os
@@ -162,10 +161,7 @@ def get_token_dtype(tokenizer: Tokenizer) -> np.dtype[np.uint16] | np.dtype[np.u
 
 
 class TokenFile:
-    """An open token file or a stretch of one, read by position without loading the rest.
-
-    Of a stretch, the bytes of text and documents are its share of the whole, by its tokens.
-    """
+    """An open token file, read by position without loading the rest."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         """Open a file and check all of it; DataError if it is missing, damaged or of another form.
@@ -174,8 +170,6 @@ class TokenFile:
         """
         self.path = path
         self.dtype = get_token_dtype(tokenizer)
-        self._first = 0
-        self._whole: TokenFile | None = None
         try:
             described = files.read_json(path.with_suffix(".json"))
             expected = described.pop("sha256")
@@ -209,24 +203,11 @@ class TokenFile:
         The file is not mapped, since truncating a mapped file kills us.
         """
         itemsize = self.dtype.itemsize
-        self.file.seek((self._first + start) * itemsize)
+        self.file.seek(start * itemsize)
         data = self.file.read(count * itemsize)
         if len(data) != count * itemsize:
             raise DataError(f"{self.path}: truncated while in use; run again")
         return np.frombuffer(data, self.dtype).astype(np.uint32)
-
-    def cut(self, start: int, stop: int) -> "TokenFile":
-        """Return the stretch between two positions."""
-        part = copy.copy(self)
-        part._whole = self  # whose end closes the file
-        part._first = self._first + start
-        part.count = stop - start
-        share = part.count / max(1, self.count)
-        part.text_bytes = round(share * self.text_bytes)
-        part.documents = round(share * self.documents)
-        text, _, tokenizer = self.path.stem.partition("-")
-        part.path = self.path.with_stem(f"{text}+{start}+{stop}-{tokenizer}")
-        return part
 
     def __len__(self) -> int:
         return self.count

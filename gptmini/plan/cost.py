@@ -117,6 +117,21 @@ def count_training_flops(config: ModelConfig, seq_len: int, checkpointing: bool 
     return 3 * sum(parts.values()) + again
 
 
+def count_step_flops(config: Config) -> tuple[float, float]:
+    """Count the operations of a step: of its passes, and of the optimizer's update.
+
+    Muon makes its updates of products, 30 operations for each weight and row; others take none.
+    """
+    model = config.model
+    train = config.train
+    per_token = count_training_flops(model, config.seq_len, train.gradient_checkpointing)
+    passes = train.batch_size * config.seq_len * per_token
+    if train.optimizer != "muon":
+        return passes, 0.0
+    parts = count_parameters_by_part(model)
+    return passes, 30.0 * model.d_model * (parts["attention"] + parts["mlp"])
+
+
 def estimate_memory(config: Config, compute: "Compute") -> Memory:
     """Estimate the memory of a training run; `micro_batch_size` must be set.
 

@@ -29,25 +29,17 @@ class Estimates:
     """What planning assumes of a device.
 
     max_tokens_per_pass: a forward pass of more tokens is no faster; None: as many as fit.
-    probe_rows, probe_length: the pass by which fine-tuning finds how large a batch may be.
-    compile_speedup: how much faster passes become where torch.compile pays.
+    compile_speedup: how much faster torch.compile makes a step.
     compile_seconds: what compiling takes.
     few_epochs, many_epochs: the models that `train.minutes` chooses from, small to large, by
     how often they read the text.
     """
 
     max_tokens_per_pass: int | None
-    probe_rows: int
-    probe_length: int
     compile_speedup: float
     compile_seconds: float
     few_epochs: tuple[CandidateModel, ...]
     many_epochs: tuple[CandidateModel, ...]
-
-    @property
-    def min_seconds_to_compile(self) -> float:
-        """Get the seconds of training of which compiling saves as many as it takes."""
-        return self.compile_seconds / (1 - 1 / self.compile_speedup)
 
 
 # Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md: Which sizes for
@@ -79,8 +71,6 @@ CPU_MANY_EPOCHS = (
 
 CPU = Estimates(
     max_tokens_per_pass=8192,  # more leave the caches
-    probe_rows=1,
-    probe_length=64,
     compile_speedup=1.15,  # scripts/LOG.md: When does compiling pay on a CPU?
     compile_seconds=30,
     few_epochs=CPU_FEW_EPOCHS,
@@ -101,12 +91,9 @@ ACCELERATOR_MODELS = (
     CandidateModel(24, 1024, 256, 32_768, 1.8),
 )
 
-# Mostly not measured. An accelerator computes smaller passes than these in the time of launching
-# their kernels, which says nothing of larger ones.
+# Mostly not measured.
 ACCELERATOR = Estimates(
     max_tokens_per_pass=None,
-    probe_rows=16,
-    probe_length=1024,
     compile_speedup=1.35,  # scripts/LOG.md: What does an H100 say?
     compile_seconds=20,
     few_epochs=ACCELERATOR_MODELS,

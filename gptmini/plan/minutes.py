@@ -7,41 +7,28 @@ from gptmini.config.settings import Config, ModelConfig, TrainConfig
 from gptmini.console import format_count, format_duration, say, warn
 from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import get_cooldown_steps
-from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
+from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_step_flops
 from gptmini.plan.estimates import CandidateModel
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, reads_often
-from gptmini.plan.timing import (
-    SECONDS_AFTER_EVALUATION,
-    Machine,
-    StepTime,
-    estimate_evaluation_seconds,
-)
+from gptmini.plan.timing import TRAINED_PER_EVALUATED, Machine
 
-StepAndSeconds = tuple[int, float]  # a step, and the seconds of all updates so far
+StepAndSeconds = tuple[int, float]  # a step, and the seconds that had elapsed then
 
 # Evaluations, but for the one at the end, take at most this share of the time.
-MAX_EVALUATION_SHARE = 0.05
+EVALUATION_SHARE = 0.05
 MAX_EVALUATIONS = 10
-# Evaluate this much less often than there is time for: the machine may turn out to be faster.
-EVALUATION_INTERVAL_MARGIN = 1.25
-# Where there is time for the last evaluation only, it stays the only one on a faster machine.
-LAST_EVALUATION_MARGIN = 4
+# Checkpoints; of a base, which may be large, an evaluation writes one, too.
+TARGET_SAVES = 4
 # All of the held-out text is read, so that losses of one text compare, if that takes no more of the
-# time than this; else a part is, in the share of evaluations (scripts/LOG.md: How far is the loss
+# time than this; else so many tokens for each that is trained (scripts/LOG.md: How far is the loss
 # of a part from that of all held-out text?).
 MAX_WHOLE_EVALUATION_SHARE = 0.1
-# An evaluation may take this many times its estimate: a large vocabulary's logits are ranked.
-MAX_EVALUATION_SLOWDOWN = 2
+EVALUATED_SHARE = 0.02
 # Tokens at each evaluation; fewer say nothing.
 MIN_EVAL_TOKENS = 1024
-# Writing a checkpoint, synced to the disk.
-CHECKPOINT_BYTES_PER_SECOND = 200_000_000
-# Weights and the optimizer's two moments, in float32.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-# Checkpoints in a run, where they take no more of the time than evaluations may.
-TARGET_SAVES = 4
-# Timing a step takes at most this share of the time if a step is short; else a pass and an update.
-MAX_TIMING_SHARE = 0.05
+# Tokens trained in the time of the sample that follows an evaluation.
+TRAINED_PER_SAMPLE = 3000
+MAX_SAMPLE_SHARE = 0.01  # of the time, for each sample
 TARGET_HEAD_DIM = 64
 # Until the text is read.
 ASSUMED_VOCAB_SIZE = 1024
@@ -64,29 +51,38 @@ def states_all_sizes(config: Config) -> bool:
 
 def choose_sizes(
     config: Config, seconds: float, machine: Machine, text: TextSize
-) -> tuple[Config, int]:
+) -> tuple[Config, Machine, int]:
     """Choose the sizes of the best model for the seconds left.
 
-    Whatever the configuration states is kept. Also returns about how many steps it makes.
+    Whatever the configuration states is kept. A step of the model that fits by prediction is
+    measured, and then the choice is made again. Also returns the measured machine, and about how
+    many steps it makes.
     """
-    stated_time = format_count(config.train.minutes or seconds / 60, "minute")
-    say(f"  timing models for the {stated_time} given ...")
-    estimates = machine.estimates
-    chosen, steps = _choose_largest(estimates.few_epochs, config, seconds, machine, text)
-    has_others = estimates.many_epochs != estimates.few_epochs
-    if has_others and reads_often(chosen.with_train(steps=steps), text):
-        return _choose_largest(estimates.many_epochs, config, seconds, machine, text)
-    return chosen, steps
+    predicted, _ = _choose_largest(config, seconds, machine, text)
+    measured = machine.measure(_assume_vocabulary(predicted))
+    chosen, steps = _choose_largest(config, seconds, measured, text)
+    return chosen, measured, steps
 
 
 def _choose_largest(
+    config: Config, seconds: float, machine: Machine, text: TextSize
+) -> tuple[Config, int]:
+    """Choose the largest model, by whether training would read the text often, and its steps."""
+    estimates = machine.estimates
+    chosen, steps = _choose_largest_of(estimates.few_epochs, config, seconds, machine, text)
+    if reads_often(chosen.with_train(steps=steps), text):
+        return _choose_largest_of(estimates.many_epochs, config, seconds, machine, text)
+    return chosen, steps
+
+
+def _choose_largest_of(
     models: tuple[CandidateModel, ...],
     config: Config,
     seconds: float,
     machine: Machine,
     text: TextSize,
 ) -> tuple[Config, int]:
-    """Time models from small to large, up to the first that would see too few tokens.
+    """Try models from small to large, up to the first that would see too few tokens.
 
     Returns the one before, and its steps. A model whose layers and width are stated takes the batch
     of the nearest in size.
@@ -96,6 +92,7 @@ def _choose_largest(
     chosen = config
     steps = 0  # none yet
     unit = machine.world_size * (config.train.micro_batch_size or 1)  # a batch is a multiple of it
+    updating = (1 - EVALUATION_SHARE) * seconds
     for model in models:
         sizes = {"n_layer": model.n_layer, **_choose_width_and_heads(config.model, model.width)}
         if config.train.seq_len is None:  # else no position beyond a row is trained
@@ -103,12 +100,9 @@ def _choose_largest(
         candidate = config.fill_open({"model": sizes})
         rows = math.ceil(model.batch_tokens / candidate.seq_len / unit) * unit
         candidate = candidate.fill_open({"train": {"batch_size": rows}})
-        if steps and candidate == chosen:  # the sizes in which the two differ are stated
-            continue
         if steps and _is_too_large(candidate, machine):
             break
-        per_step = _measure_seconds_per_step(candidate, seconds, machine)
-        updating = _estimate_updating_seconds(candidate, seconds)
+        per_step = machine.estimate_seconds_per_step(_assume_vocabulary(candidate))
         useful = compute_useful_steps(candidate, text)
         possible = _get_stated_steps(config) or max(1, int(min(updating / per_step, useful)))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
@@ -139,12 +133,6 @@ def _find_nearest(models: tuple[CandidateModel, ...], stated: ModelConfig) -> Ca
     return min(models, key=compute_distance)
 
 
-def _estimate_updating_seconds(config: Config, seconds: float) -> float:
-    """Estimate how many of the seconds left are for updates, before the held-out text is known."""
-    saving = _estimate_saving_seconds(_assume_vocabulary(config))
-    return (1 - MAX_EVALUATION_SHARE) * seconds - saving
-
-
 def shorten_rows(config: Config) -> Config:
     """Cut the tokens of a step into the shortest rows that the minutes may choose."""
     length = min(MIN_ROW_LENGTH, config.seq_len)
@@ -163,21 +151,11 @@ def shorten_context(config: Config, stated: TrainConfig) -> Config:
 
 def choose_batch(
     config: Config, stated: TrainConfig, seconds: float, machine: Machine, longest_row: int
-) -> tuple[Config, StepTime]:
+) -> Config:
     """Choose rows and their length for fine-tuning a model in the seconds left.
 
-    What was `stated` is kept. No row that it leaves open is longer than `longest_row`. Also returns
-    the time of a step, in which one process makes all passes.
+    What was `stated` is kept. No row that it leaves open is longer than `longest_row`.
     """
-    stated_time = format_count(config.train.minutes or seconds / 60, "minute")
-    say(f"  timing the base for the {stated_time} given ...")
-    estimates = machine.estimates
-    probe_rows = estimates.probe_rows
-    probe_length = min(estimates.probe_length, longest_row, config.seq_len)
-    probe = config.with_train(batch_size=probe_rows, micro_batch_size=None, seq_len=probe_length)
-    timed = machine.time_step(probe, limit=MAX_TIMING_SHARE * seconds)
-    seconds_per_token = timed.passes / (probe_rows * probe_length)
-    probe_flops = count_training_flops(config.model, probe_length)
     unit = machine.world_size * (config.train.micro_batch_size or 1)  # a batch is a multiple of it
     is_batch_size_open = "batch_size" not in stated.model_fields_set
     is_seq_len_open = "seq_len" not in stated.model_fields_set
@@ -186,66 +164,56 @@ def choose_batch(
     while True:
         length = config.seq_len
         rows = config.train.batch_size
-        growth = count_training_flops(config.model, length) / probe_flops
-        step_time = StepTime(seconds_per_token * growth * length * rows, timed.update)
-        per_step = _combine_step_time(step_time, config, seconds, machine)
-        makes_enough_updates = TARGET_UPDATES * per_step <= seconds
-        if makes_enough_updates or step_time.passes / machine.world_size <= step_time.update:
-            return config, step_time
+        makes_enough_updates = TARGET_UPDATES * machine.estimate_seconds_per_step(config) <= seconds
+        passes, update = count_step_flops(config)
+        if makes_enough_updates or passes / machine.world_size <= update:
+            return config
         if is_seq_len_open and length >= 2 * MIN_ROW_LENGTH:
             config = config.with_train(seq_len=length // 2)
         elif is_batch_size_open and rows > unit:
             fewer = max(1, rows // 2 // unit) * unit
             config = config.with_train(batch_size=fewer)
         else:
-            return config, step_time
+            return config
 
 
 def choose_steps(
-    config: Config,
-    seconds: float,
-    machine: Machine,
-    held_out: int,
-    text: TextSize,
-    step_time: StepTime | None = None,
+    config: Config, seconds: float, machine: Machine, held_out: int, text: TextSize
 ) -> Config:
     """Choose the steps that the seconds left allow, and how often to evaluate, save and log.
 
     Unless steps are stated, chooses no more than help with this text. An evaluation reads the
-    `held_out` tokens, or a part of them if all take too long. A step is timed unless its time is
-    known.
+    `held_out` tokens, or a part of them if all take too long.
     """
-    if step_time is None:
-        per_step = _measure_seconds_per_step(config, seconds, machine)
+    train = config.train
+    per_step = machine.estimate_seconds_per_step(config)
+    possible = seconds / per_step  # steps, an evaluation counted as those that take as long
+    config = _limit_eval_tokens(config, possible, held_out)
+    sample = TRAINED_PER_SAMPLE / (train.batch_size * config.seq_len)
+    sample = min(sample, MAX_SAMPLE_SHARE * possible)
+    evaluation = sample + _count_evaluation_in_steps(config, held_out)
+    most = MAX_EVALUATIONS if config.base.run is None else TARGET_SAVES
+    evaluations = min(most, max(1, int(EVALUATION_SHARE * possible / evaluation)))
+    if "eval_every" in train.model_fields_set:
+        left = (possible - evaluation) / (1 + evaluation / train.eval_every)
     else:
-        per_step = _combine_step_time(step_time, config, seconds, machine)
-    config = _limit_eval_tokens(config, seconds, per_step, held_out)
-    evaluation = estimate_evaluation_seconds(config, per_step, held_out)
-    evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
-    saving = _estimate_saving_seconds(config)
-    saves = min(TARGET_SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
-    after_last_step = evaluation + saving
-    if "eval_every" in config.train.model_fields_set:
-        per_step += evaluation / config.train.eval_every
-        evaluations = 1  # the last one
-    between_steps = (evaluations - 1) * evaluation + (max(saves, evaluations) - 1) * saving
-    left = seconds - between_steps - after_last_step
-    stated_steps = _get_stated_steps(config)
+        left = possible - evaluations * evaluation
     useful_steps = compute_useful_steps(config, text)
-    steps = stated_steps or max(1, int(min(left / per_step, useful_steps)))
+    stated_steps = _get_stated_steps(config)
+    steps = stated_steps or max(1, int(min(left, useful_steps)))
     if steps < MIN_UPDATES and not stated_steps:
         _warn_of_few_steps(config.with_train(steps=steps), per_step, text)
-    if steps < int(left / per_step) and not stated_steps:
-        takes = format_duration(steps * per_step + between_steps + after_last_step)
+    if steps < int(left) and not stated_steps:
+        takes = format_duration((steps + evaluations * evaluation) * per_step)
         say(
             f"  time      training takes about {takes} of it: reading so short a text more often "
             "would make the model worse"
         )
-    margin = EVALUATION_INTERVAL_MARGIN if evaluations > 1 else LAST_EVALUATION_MARGIN
-    eval_every = math.ceil(margin * steps / evaluations)
+    # Where there is time for the last evaluation alone, it stays the only one on a faster machine.
+    interval = steps / evaluations if evaluations > 1 else 4 * steps
     # The best evaluation is saved. So that nothing is saved twice, a save is due there anyway.
-    saves_per_evaluation = 1 if saves == 1 else math.ceil(saves * eval_every / steps)
-    save_every = max(1, eval_every // saves_per_evaluation)
+    saves_per_evaluation = max(1, int(TARGET_SAVES * interval / steps))
+    save_every = math.ceil(interval / saves_per_evaluation)
     chosen = {
         "steps": steps,
         "eval_every": save_every * saves_per_evaluation,
@@ -274,40 +242,29 @@ def _warn_of_few_steps(config: Config, per_step: float, text: TextSize) -> None:
     )
 
 
-def _estimate_saving_seconds(config: Config) -> float:
-    """Estimate the time of writing a checkpoint."""
-    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * count_parameters(config.model)
-    return checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND
-
-
-def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
+def _limit_eval_tokens(config: Config, possible_steps: float, held_out: int) -> Config:
     """Set `eval_tokens` if reading all held-out text takes too large a share of the time.
 
-    A fine-tuning also evaluates its base. A part is a power of two, so that runs of about one speed
-    read the same.
+    A part is a power of two, so that runs of about one speed read the same.
     """
-    evaluations = 1 if config.base.run is None else 2
-    reading = estimate_evaluation_seconds(config, per_step, held_out) - SECONDS_AFTER_EVALUATION
-    if evaluations * reading <= MAX_WHOLE_EVALUATION_SHARE * seconds:
+    tokens = possible_steps * config.train.batch_size * config.seq_len
+    if TRAINED_PER_EVALUATED * held_out <= MAX_WHOLE_EVALUATION_SHARE * tokens:
         return config
-    needed = MAX_EVALUATION_SLOWDOWN * evaluations * reading
-    affordable = int(MAX_EVALUATION_SHARE * seconds / needed * held_out)
-    power_of_two = 1 << affordable.bit_length() >> 1  # the largest that is affordable
+    power_of_two = 1 << int(EVALUATED_SHARE * tokens).bit_length() >> 1
     eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, power_of_two)
     if eval_tokens >= held_out:
         return config
     return config.fill_open({"train": {"eval_tokens": eval_tokens}})
 
 
+def _count_evaluation_in_steps(config: Config, held_out: int) -> float:
+    """Count how many steps take as long as an evaluation."""
+    read = min(held_out, config.train.eval_tokens or held_out)
+    return TRAINED_PER_EVALUATED * read / (config.train.batch_size * config.seq_len)
+
+
 def _get_stated_steps(config: Config) -> int | None:
     return config.train.steps if "steps" in config.train.model_fields_set else None
-
-
-def _measure_seconds_per_step(config: Config, seconds: float, machine: Machine) -> float:
-    """Time a step, and count in the gain of compiling where the seconds left are worth that."""
-    sized = _assume_vocabulary(config)
-    step_time = machine.time_step(sized, limit=MAX_TIMING_SHARE * seconds)
-    return _combine_step_time(step_time, config, seconds, machine)
 
 
 def _assume_vocabulary(config: Config) -> Config:
@@ -324,17 +281,6 @@ def _is_too_large(config: Config, machine: Machine) -> bool:
     sharded = config.train.shard or world_size > 1  # a model that does not fit whole is sharded
     needed = estimate_training_bytes(count, machine.compute.device, world_size, sharded)
     return needed > machine.get_total_memory()
-
-
-def _combine_step_time(
-    step_time: StepTime, config: Config, seconds: float, machine: Machine
-) -> float:
-    """Compute the seconds of a step on all processes, with the gain of compiling if it is tried."""
-    estimates = machine.estimates
-    enough_seconds = 2 * estimates.min_seconds_to_compile
-    tries_compile = config.train.compile != "off" and seconds > enough_seconds
-    speedup = estimates.compile_speedup if tries_compile and machine.has_compiler() else 1
-    return step_time.passes / machine.world_size / speedup + step_time.update
 
 
 def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
@@ -366,32 +312,27 @@ def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
 
 
 def compute_steps_for_minutes(
-    config: Config,
-    since: StepAndSeconds,
-    now: StepAndSeconds,
-    elapsed: float,
-    held_out: int,
-    evaluating: float = 0.0,
-    saving: float = 0.0,
+    config: Config, since: StepAndSeconds, now: StepAndSeconds, held_out: int
 ) -> int:
     """Compute the number of steps that ends with the minutes, at the speed from `since` to `now`.
 
-    `elapsed` seconds are gone. `evaluating` and `saving` are the seconds of the last evaluation and
-    of the last checkpoint; an evaluation reads `held_out` tokens. The number is never so low that
-    the cool-down would have begun already; once it has, the number is fixed.
+    All that took time counts, also evaluations of the `held_out` tokens, samples and checkpoints.
+    The number is never so low that the cool-down would have begun already, or that the warm-up were
+    longer; once the cool-down has begun, the number is fixed.
     """
     train = config.train
-    step, seconds = now
-    first_step, first_seconds = since
+    step, elapsed = now
+    first_step, first_elapsed = since
     # The first step of the cool-down has the full rate, too.
     has_cooled = train.cooldown == 1 or get_cooldown_steps(train) > train.steps - step + 1
     if train.minutes is None or has_cooled:
         return train.steps
-    per_step = (seconds - first_seconds) / (step - first_step)
-    evaluation = max(evaluating, estimate_evaluation_seconds(config, per_step, held_out))
-    saving = max(saving, _estimate_saving_seconds(config))
-    left = 60 * train.minutes - elapsed - evaluation - saving
-    between_steps = evaluation / train.eval_every + saving / train.save_every
-    steps = step + int(left / (per_step + between_steps))
+    evaluation = _count_evaluation_in_steps(config, held_out)
+    evaluations = step // train.eval_every - first_step // train.eval_every
+    made = step - first_step + evaluations * evaluation
+    seconds = (1 - MAX_SAMPLE_SHARE) * 60 * train.minutes - elapsed  # and the last sample
+    possible = seconds / (elapsed - first_elapsed) * made
+    left = (possible - evaluation) / (1 + evaluation / train.eval_every)
     fewest_without_cooldown = math.ceil((step + 2) / (1 - train.cooldown))
-    return max(steps, min(train.steps, fewest_without_cooldown))
+    fewest = max(train.warmup_steps, min(train.steps, fewest_without_cooldown))
+    return max(step + int(left), fewest)

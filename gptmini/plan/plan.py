@@ -10,7 +10,7 @@ from pathlib import Path
 from gptmini.config.settings import Config
 from gptmini.data.token_file import Corpus
 from gptmini.plan.recipe import TextSize
-from gptmini.plan.timing import Machine, StepTime
+from gptmini.plan.timing import Machine
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 
@@ -22,6 +22,7 @@ class Request:
     config: the same with all that the run has chosen before, or that its base has.
     existing: the configuration of the run, if it is resumed; `run` is its directory.
     tokenizer: that of the run or of the base; None for a new run without a base.
+    threads: those of the run, if it is resumed and has a checkpoint.
     """
 
     stated: Config
@@ -29,6 +30,7 @@ class Request:
     run: Path | None = None
     existing: Config | None = None
     tokenizer: Tokenizer | None = None
+    threads: int | None = None
 
     @property
     def steps_follow_minutes(self) -> bool:
@@ -47,7 +49,6 @@ class Plan:
     """All that a run needs before its first step: a complete configuration, a text, a machine.
 
     text_size: how long the text is, in rows of this configuration.
-    step_time: that of a step in which one process makes all passes, if choosing the sizes found it.
     """
 
     request: Request
@@ -55,4 +56,3 @@ class Plan:
     corpus: Corpus
     text_size: TextSize
     machine: Machine
-    step_time: StepTime | None = None

@@ -4,7 +4,7 @@ Each is read here, once: its configuration, its tokenizer and, of a base, the di
 Whatever contradicts it is refused here, before the text is read.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -112,63 +112,84 @@ def pin_datasets(config: Config, existing: Config | None) -> Config:
 # -- a run that is resumed -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """The settings of a run that is resumed.
+
+    old and new: what was asked for when it began, and what is asked for now; resolved: all that it
+    settled.
+    """
+
+    run: RunDirectory
+    old: Config
+    new: Config
+    resolved: Config
+
+
 def _resume(requested: Config, run: RunDirectory) -> Request:
     """Keep all that the run has settled, but for what may change and is requested otherwise."""
-    settled = run.load_config()
-    check_same_request(requested, run.load_request(), settled, run)
-    asked = requested.train
+    resumed = Resumed(run, run.load_request(), requested, run.load_config())
+    check_same_request(resumed)
+    config = pin_datasets(_merge(resumed), resumed.resolved)
+    return Request(
+        requested,
+        config,
+        run.path,
+        resumed.resolved,
+        run.load_tokenizer(),
+        threads=run.read_newest_state().get("threads"),
+    )
+
+
+def _merge(resumed: Resumed) -> Config:
+    """Change what a run has settled where that may change and another value is asked for."""
+    asked = resumed.new.train
+    resolved = resumed.resolved
     by_minutes = set() if asked.minutes is None else SET_BY_MINUTES - asked.model_fields_set
     train: dict[str, Any] = {}
     for key in CHANGEABLE_SETTINGS:
         section, _, name = key.partition(".")
         if section == "train" and not (asked.leaves_open(name) or name in by_minutes):
             train[name] = getattr(asked, name)
-    if requested.train.shard or settled.train.shard:
-        train["reduce"] = requested.train.reduce
-    paths = {key: getattr(requested.data, key) for key in ("path", "validation_path")}
-    config = settled.with_train(**train).model_copy(
-        update={"data": settled.data.model_copy(update=paths), "sample": requested.sample}
+    if asked.shard or resolved.train.shard:
+        train["reduce"] = asked.reduce
+    if asked.minutes is not None and "steps" not in asked.model_fields_set:
+        assert resolved.train.minutes is not None
+        steps = round(resolved.train.steps * asked.minutes / resolved.train.minutes)
+        train["steps"] = max(1, resolved.train.warmup_steps, steps)
+    paths = {key: getattr(resumed.new.data, key) for key in ("path", "validation_path")}
+    data = resolved.data.model_copy(update=paths)
+    return resolved.with_train(**train).model_copy(
+        update={"data": data, "sample": resumed.new.sample}
     )
-    resumed = Request(
-        requested, pin_datasets(config, settled), run.path, settled, run.load_tokenizer()
-    )
-    if not resumed.steps_follow_minutes:
-        return resumed
-    assert requested.train.minutes is not None
-    assert settled.train.minutes is not None
-    steps = round(settled.train.steps * requested.train.minutes / settled.train.minutes)
-    steps = max(1, settled.train.warmup_steps, steps)
-    return replace(resumed, config=resumed.config.with_train(steps=steps))
 
 
-def check_same_request(
-    requested: Config, earlier: Config, settled: Config, run: RunDirectory
-) -> None:
+def check_same_request(resumed: Resumed) -> None:
     """Raise ConfigError unless the same is requested as when the run began, or what it settled."""
-    base = requested.base.run
-    if base is not None and Path(base).resolve() == run.path.resolve():
+    path = resumed.run.path
+    base = resumed.new.base.run
+    if base is not None and Path(base).resolve() == path.resolve():
         raise ConfigError(
-            f"{run.path}: is the base itself, which is never written to; choose another --out"
+            f"{path}: is the base itself, which is never written to; choose another --out"
         )
-    asked_now = _collect_stated(requested)
-    asked_before = _collect_stated(earlier)
-    now = dict(iter_settings(requested.model_dump()))
-    before = dict(iter_settings(settled.model_dump()))
+    old = _collect_stated(resumed.old)
+    new = _collect_stated(resumed.new)
+    resolved = dict(iter_settings(resumed.resolved.model_dump()))
+    values = dict(iter_settings(resumed.new.model_dump()))  # with the defaults
     lines = []
-    for key in sorted(asked_now.keys() | asked_before.keys()):
+    for key in sorted(new.keys() | old.keys()):
         may_change = key in CHANGEABLE_SETTINGS
         if key == "train.minutes":
-            may_change = None not in (now[key], before[key])
-        is_same = asked_now.get(key) == asked_before.get(key) or now[key] == before[key]
-        if may_change or is_same:
+            may_change = None not in (values[key], resolved[key])
+        if may_change or new.get(key) == old.get(key) or values[key] == resolved[key]:
             continue
-        values = (asked_before.get(key, before[key]), asked_now.get(key))
-        was, is_now = ("not set" if each is None else format_value(each) for each in values)
-        lines.append(f"{key}: {was} in {run.path}, now {is_now}")
-    if lines:
-        raise ConfigError(
-            *lines, f"{run.path}: holds a run with other settings; choose another --out"
+        was, is_now = (
+            "not set" if value is None else format_value(value)
+            for value in (old.get(key, resolved[key]), new.get(key))
         )
+        lines.append(f"{key}: {was} in {path}, now {is_now}")
+    if lines:
+        raise ConfigError(*lines, f"{path}: holds a run with other settings; choose another --out")
 
 
 def _collect_stated(config: Config) -> dict[str, Any]:

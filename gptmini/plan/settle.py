@@ -8,13 +8,20 @@ Afterwards only the number of steps may change, and only under `train.minutes`.
 import time
 from dataclasses import replace
 
+import torch
+
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
 from gptmini.console import format_count, format_duration, say, warn
-from gptmini.data.corpus import FoundText, TrainingText, encode_text, open_text
+from gptmini.data.corpus import TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
-from gptmini.machine import keep_freed_memory, pick_compute, release_freed_memory
+from gptmini.machine import (
+    can_choose_threads,
+    keep_freed_memory,
+    pick_compute,
+    release_freed_memory,
+)
 from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.plan import Plan, Request
@@ -30,9 +37,9 @@ from gptmini.plan.reconcile import reconcile
 from gptmini.plan.timing import (
     Machine,
     choose_micro_batch_size,
+    is_worth_compiling,
     shard_if_needed,
     split_batch,
-    try_compile,
 )
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import describe_changed_text
@@ -71,10 +78,12 @@ def make_plan(
     if machine is None:
         train = request.config.train
         compute = pick_compute(train.device, train.dtype, train.deterministic)
+        if request.threads is not None and world_size == 1 and can_choose_threads(compute):
+            compute = replace(compute, threads=min(request.threads, torch.get_num_threads()))
         machine = Machine(compute, world_size, started)
     keep_freed_memory()
     with open_text(request.config.data) as text:
-        request, steps = choose_sizes_by_bytes(request, machine, text)
+        request, machine, steps = choose_sizes_by_bytes(request, machine, text)
         corpus = prepare_tokens(request, text, steps)
     return settle(request, corpus, machine, dry_run=dry_run)
 
@@ -83,28 +92,26 @@ def make_plan(
 
 
 def choose_sizes_by_bytes(
-    request: Request, machine: Machine, text: FoundText
-) -> tuple[Request, int | None]:
+    request: Request, machine: Machine, text: TrainingText
+) -> tuple[Request, Machine, int | None]:
     """Choose sizes for which a vocabulary is to be learned, if minutes choose them.
 
-    How often they read the text is guessed from its bytes. Also returns about how many steps they
-    make.
+    How often they read the text is guessed from its bytes. Also returns the machine, measured, and
+    about how many steps they make.
     """
     config = request.config
     kind = config.tokenizer.kind
     is_size_open = kind in ("auto", "bpe") and config.tokenizer.vocab_size is None
     if request.minutes is None or config.base.run is not None or not is_size_open:
-        return request, None
-    if not isinstance(text, TrainingText):  # numbers of tokens
-        return request, None
+        return request, machine, None
     seconds = machine.get_seconds_left(request.minutes)
     tokens = max(1.0, text.bytes / BYTES_PER_TOKEN)
     guess = TextSize(total=tokens, per_epoch=tokens)
-    config, steps = minutes.choose_sizes(config, seconds, machine, guess)
-    return replace(request, config=config), steps
+    config, machine, steps = minutes.choose_sizes(config, seconds, machine, guess)
+    return replace(request, config=config), machine, steps
 
 
-def prepare_tokens(request: Request, text: FoundText, steps: int | None = None) -> Corpus:
+def prepare_tokens(request: Request, text: TrainingText, steps: int | None = None) -> Corpus:
     """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
     `steps` are those that training will make, where they are known. DataError for a text that
@@ -171,7 +178,7 @@ def settle(request: Request, corpus: Corpus, machine: Machine, *, dry_run: bool 
     plan = replace(plan, config=revalidate(plan.config))  # before a model may be compiled
     if not dry_run:
         plan = settle_compile(plan)
-    release_freed_memory(machine.compute.device)  # of the models that were timed
+    release_freed_memory(machine.compute.device)  # of the model that was timed
     return plan
 
 
@@ -182,20 +189,25 @@ def settle_sizes(plan: Plan) -> Plan:
         return plan
     config = plan.config
     machine = plan.machine
-    seconds = machine.get_seconds_left(request.minutes)
     if config.base.run is not None:
         machine.check_memory(count_parameters(config.model))
+        machine = machine.measure(config)
+        seconds = machine.get_seconds_left(request.minutes)
         files = plan.corpus.training + plan.corpus.validation
         longest_row = min(map(len, files)) - 1
         stated = request.stated.train
-        config, step_time = minutes.choose_batch(config, stated, seconds, machine, longest_row)
+        config = minutes.choose_batch(config, stated, seconds, machine, longest_row)
         text_size = measure_corpus(config, plan.corpus)  # in rows that may be shorter now
-        return replace(plan, config=config, text_size=text_size, step_time=step_time)
-    if not minutes.states_all_sizes(config):
-        config, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
+        return replace(plan, config=config, text_size=text_size, machine=machine)
+    if minutes.states_all_sizes(config):
+        machine = machine.measure(config)
+    else:
+        seconds = machine.get_seconds_left(request.minutes)
+        config, machine, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
     if _chooses_row_length(request) and config.seq_len >= plan.text_size.shortest:
         config = minutes.shorten_context(config, request.stated.train)
-    return replace(plan, config=config, text_size=measure_corpus(config, plan.corpus))
+    text_size = measure_corpus(config, plan.corpus)
+    return replace(plan, config=config, text_size=text_size, machine=machine)
 
 
 def settle_steps(plan: Plan) -> Plan:
@@ -208,7 +220,7 @@ def settle_steps(plan: Plan) -> Plan:
     if request.minutes is not None:
         seconds = plan.machine.get_seconds_left(request.minutes)
         config = minutes.choose_steps(
-            config, seconds, plan.machine, plan.corpus.held_out, plan.text_size, plan.step_time
+            config, seconds, plan.machine, plan.corpus.held_out, plan.text_size
         )
     elif request.existing is not None and request.steps_follow_minutes:
         most = max(request.existing.train.steps, compute_useful_steps(config, plan.text_size))
@@ -251,19 +263,22 @@ def settle_micro_batch(plan: Plan, dry_run: bool) -> Plan:
 
 
 def settle_compile(plan: Plan) -> Plan:
-    """Compile if that pays.
+    """Measure a step of a new run, unless choosing its sizes did; compile if that is worth it.
 
-    A run that is resumed had its trial when it began. A sharded model gets none, since the trial
-    times the whole model, which may not fit.
+    A run that is resumed keeps what it chose. A sharded model is not measured: it may not fit whole
+    on one device.
     """
     train = plan.config.train
-    existing = plan.request.existing
-    was_tried = existing is not None and train.compile == existing.train.compile != "auto"
-    if was_tried or (train.shard and plan.machine.world_size > 1):
+    is_sharded = train.shard and plan.machine.world_size > 1
+    if is_sharded or (plan.request.existing is not None and train.compile != "auto"):
         return plan
-    compiled, step_time = try_compile(plan.config, plan.machine, plan.step_time)
-    if step_time is not None and not plan.request.steps_follow_minutes:
-        seconds = train.steps * (step_time.passes + step_time.update)
+    machine = plan.machine.measure(plan.config)
+    seconds = train.steps * machine.estimate_seconds_per_step(plan.config)
+    compiles = is_worth_compiling(plan.config, seconds, machine)
+    if not plan.request.steps_follow_minutes:
+        if compiles:
+            seconds /= machine.estimates.compile_speedup
         steps = format_count(train.steps, "step")
         say(f"  time      about {format_duration(max(1, seconds))} for {steps}")
-    return replace(plan, config=plan.config.with_train(compile="on" if compiled else "off"))
+    config = plan.config.with_train(compile="on" if compiles else "off")
+    return replace(plan, config=config, machine=machine)

@@ -1,48 +1,52 @@
-"""Find what suits the machine: rows per forward pass, shards, and torch.compile where it pays.
+"""Find what suits the machine: threads, rows per forward pass, shards, and torch.compile.
 
-A `Machine` knows the memory of a step and its time. The time is measured with a model that is
-thrown away, so measuring never touches the run.
+A `Machine` predicts the time of a step by arithmetic, and a step of a model that is thrown away
+says how far off that is, so measuring never touches the run.
 """
 
+import functools
 import math
+import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gptmini.config.settings import Config
 from gptmini.console import say, show_elapsed, warn
-from gptmini.errors import ConfigError, GptminiError, MachineError
-from gptmini.machine import Compute, estimate_training_bytes, find_compiler, get_total_memory
-from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer
-from gptmini.plan.cost import (
-    Memory,
-    count_parameters,
-    count_parameters_by_part,
-    count_training_flops,
-    estimate_memory,
+from gptmini.errors import ConfigError, MachineError
+from gptmini.machine import (
+    Compute,
+    can_choose_threads,
+    estimate_training_bytes,
+    find_compiler,
+    get_total_memory,
 )
-from gptmini.plan.cuda_graph import create_loss
+from gptmini.model.gpt import GPT
+from gptmini.model.kernels import softmax_
+from gptmini.model.optim import Optimizer
+from gptmini.plan.cost import Memory, count_parameters, count_step_flops, estimate_memory
 from gptmini.plan.estimates import Estimates, get_estimates
 
 MAX_EXACT_WORLD_SIZE = 8  # up to which train.reduce=auto is exact
 # Of the speed of a matrix product, what training reaches: norms and attention are no products.
 SHARE_OF_PRODUCT_SPEED = 0.5
-PRODUCT_SECONDS = 0.3  # for measuring that speed
-# For timing a step before it is known whether compiling may pay.
-MAX_TIMING_SECONDS = 2.0
+PRODUCT_SECONDS = 0.1  # for measuring that speed
+# A pass is measured on as many tokens as are predicted to take so long.
+PROBE_SECONDS = 0.15
+MIN_PROBE_TOKENS = 64
+MAX_PROBE_SECONDS = 1.0  # after which nothing is repeated
+# One thread must be so much faster than all: others are busy for a while only, and on a quiet
+# machine the same command must choose the same number.
+MAX_SHARE_OF_TIME_WITH_ONE_THREAD = 0.8
+# Training that takes longer is compiled on a CPU (scripts/LOG.md: When does compiling pay, and how
+# far does one real step correct a prediction?).
+MIN_SECONDS_TO_COMPILE = 300
+# Tokens trained in the time of one that is evaluated: 0.38 and 0.43 (4 x 192 and 2 x 128).
+TRAINED_PER_EVALUATED = 0.4
 # For the sample and the checkpoint that follow an evaluation.
 SECONDS_AFTER_EVALUATION = 0.5
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step: its forward and backward passes, and the optimizer's update."""
-
-    passes: float
-    update: float
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,14 @@ class Machine:
 
     Planning learns of the hardware from here alone. Each of `world_size` processes computes its
     share of every batch, on a machine like this or on this one. `train.minutes` count from
-    `started`, a time of time.perf_counter().
+    `started`, a time of time.perf_counter(). `slowness` is how many times as long as predicted a
+    step takes; None until it was measured.
     """
 
     compute: Compute
     world_size: int = 1
     started: float = 0.0
+    slowness: float | None = None
 
     @property
     def estimates(self) -> Estimates:
@@ -75,51 +81,89 @@ class Machine:
     def has_compiler(self) -> bool:
         return has_compiler()
 
-    @show_elapsed("timing a step")
-    def time_step(
-        self, config: Config, *, compiled: bool = False, limit: float = math.inf
-    ) -> StepTime:
+    def estimate_seconds_per_step(self, config: Config) -> float:
+        """Estimate the time of a step without torch.compile, shared by all processes."""
+        rows = max(1, config.train.batch_size // self.world_size)
+        return (self.slowness or 1.0) * self.predict_step(config.with_train(batch_size=rows))
+
+    def predict_step(self, config: Config) -> float:
+        """Predict the seconds of a step in which one process makes all passes."""
+        return predict_seconds_per_step(config, self.compute)
+
+    def measure(self, config: Config) -> "Machine":
+        """Return this machine with its number of threads, and how slow a step of a model is.
+
+        Unless the threads were chosen before, a step is made with one and with all of them, and
+        the faster way is kept. A machine that was measured stays as it is.
+        """
+        if self.slowness is not None:
+            return self
+        computes = [self.compute]
+        if self.world_size == 1 and can_choose_threads(self.compute):
+            computes = [replace(self.compute, threads=n) for n in (torch.get_num_threads(), 1)]
+        with show_elapsed("timing a step"):
+            seconds = self.time_step(config, computes)
+        chosen = 0
+        if seconds[-1] < MAX_SHARE_OF_TIME_WITH_ONE_THREAD * seconds[0]:
+            chosen = 1
+            say(
+                f"  threads   1: a step takes {seconds[1]:.2f} s with one, {seconds[0]:.2f} with "
+                f"{computes[0].threads}; --threads sets another number"
+            )
+        machine = replace(self, compute=computes[chosen])
+        return replace(machine, slowness=seconds[chosen] / machine.predict_step(config))
+
+    def time_step(self, config: Config, computes: list[Compute]) -> list[float]:
         """Time a step of a new model on dummy tokens, in which one process makes all passes.
 
-        The first pass allocates and is not counted. After `limit` seconds nothing is repeated: the
-        first pass and update may then be all there is.
+        Each way of computing makes a pass of a few rows and an update, and once more, in turns, if
+        that does not take long; returns the seconds of a whole step for each. What comes first
+        allocates and is not counted.
         """
-        timing_started = time.perf_counter()
-        compute = self.compute
-        with compute.enter_training():
-            train = config.train
-            size = train.micro_batch_size or choose_micro_batch_size(config, self)
-            model = GPT(config.model).to(compute.device).train()
-            model.gradient_checkpointing = train.gradient_checkpointing
-            if compiled:
-                compile_blocks(model)
-            compute_loss = create_loss(model, compute.device)
-            tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
-            passes = []
-            for _ in range(3):
-                started = time.perf_counter()
-                with compute.autocast():
-                    mean = compute_loss(tokens, tokens)
-                mean.backward()
-                compute.synchronize()
-                passes.append(time.perf_counter() - started)
-                if time.perf_counter() - timing_started > limit:
-                    break
-            if compiled and not has_finite_gradients(model):
-                raise ArithmeticError("compiled code computes gradients that are not finite")
-            optimizer = Optimizer(model, train, compute.dtype)
-            updates = []
-            for _ in range(3):
-                for parameter in model.parameters():
-                    parameter.grad = torch.full_like(parameter, 1e-3)
-                started = time.perf_counter()
-                optimizer.step(train.lr)
-                compute.synchronize()
-                updates.append(time.perf_counter() - started)
-                if time.perf_counter() - timing_started > limit:
-                    break
-        fastest_pass = min(passes[1:] or passes)
-        return StepTime(fastest_pass * train.batch_size / size, min(updates))
+        probe = self._choose_probe(config)
+        train = probe.train
+        device = self.compute.device
+        model = GPT(probe.model).to(device).train()
+        model.gradient_checkpointing = train.gradient_checkpointing
+        tokens = torch.zeros(train.batch_size, probe.seq_len, dtype=torch.long, device=device)
+        optimizer = Optimizer(model, train, self.compute.dtype)
+
+        def make_pass(compute: Compute) -> float:
+            started = time.perf_counter()
+            with compute.autocast():
+                loss = model(tokens, tokens)
+            loss.backward()
+            compute.synchronize()
+            return time.perf_counter() - started
+
+        def make_update(compute: Compute) -> float:
+            started = time.perf_counter()
+            optimizer.step(train.lr)
+            compute.synchronize()
+            return time.perf_counter() - started
+
+        growth = count_step_flops(config)[0] / count_step_flops(probe)[0]
+        started = time.perf_counter()
+        seconds: list[list[float]] = [[] for _ in computes]
+        for turn in range(3):
+            if turn == 2 and time.perf_counter() - started > MAX_PROBE_SECONDS:
+                break
+            for way, compute in enumerate(computes if turn else computes[-1:]):
+                with compute.enter_training():
+                    step = growth * make_pass(compute) + make_update(compute)
+                if turn:
+                    seconds[way].append(step)
+        return [statistics.mean(steps) for steps in seconds]
+
+    def _choose_probe(self, config: Config) -> Config:
+        """Choose so few rows, or so short a one, that a pass takes PROBE_SECONDS."""
+        train = config.train
+        share = PROBE_SECONDS / self.predict_step(config)
+        tokens = max(MIN_PROBE_TOKENS, int(share * train.batch_size * config.seq_len))
+        length = min(config.seq_len, tokens)
+        size = train.micro_batch_size or choose_micro_batch_size(config, self)
+        rows = min(size, tokens // length)
+        return config.with_train(batch_size=rows, micro_batch_size=None, seq_len=length)
 
     def check_memory(self, parameters: int, sharded: bool = False) -> None:
         """MachineError if what training holds at least, besides activations, cannot fit."""
@@ -235,52 +279,39 @@ def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> C
 # -- the time of a step ----------------------------------------------------------------------------
 
 
-def has_finite_gradients(model: GPT) -> bool:
-    """Check that a pass left no infinity and no NaN, as miscompiled kernels may."""
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return all(bool(each.isfinite().all()) for each in gradients if each is not None)
-
-
 def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
-    """Estimate the time of an evaluation on `held_out` tokens, or on `train.eval_tokens` of them.
-
-    Reading without gradients takes about a quarter of the time of a step on as many tokens.
-    """
+    """Estimate the time of an evaluation, on `held_out` tokens or `train.eval_tokens` of them."""
     tokens_read = min(held_out, config.train.eval_tokens or held_out)
     tokens_per_step = config.train.batch_size * config.seq_len
-    return SECONDS_AFTER_EVALUATION + per_step / 4 * tokens_read / tokens_per_step
+    reading = TRAINED_PER_EVALUATED * per_step * tokens_read / tokens_per_step
+    return SECONDS_AFTER_EVALUATION + reading
 
 
 def predict_seconds_per_step(config: Config, compute: Compute) -> float:
     """Predict the time of a step without torch.compile, by the speed of one matrix product.
 
     The product is one of the MLP's, so that a small model is not expected to compute like a large
-    one. Muon makes its updates of products, too: 30 operations for each weight and row.
+    one.
     """
     train = config.train
     tokens = (train.micro_batch_size or train.batch_size) * config.seq_len
-    speed = SHARE_OF_PRODUCT_SPEED * measure_product_speed(config, tokens, compute)
-    per_token = count_training_flops(config.model, config.seq_len, train.gradient_checkpointing)
-    flops = train.batch_size * config.seq_len * per_token
-    if train.optimizer == "muon":
-        parts = count_parameters_by_part(config.model)
-        flops += 30 * config.model.d_model * (parts["attention"] + parts["mlp"])
-    return flops / speed
+    product = measure_product_speed(config.model.d_model, config.model.d_ff, tokens, compute)
+    return sum(count_step_flops(config)) / (SHARE_OF_PRODUCT_SPEED * product)
 
 
-def measure_product_speed(config: Config, rows: int, compute: Compute) -> float:
+@functools.cache
+def measure_product_speed(D: int, F: int, rows: int, compute: Compute) -> float:
     """Measure the operations per second of products of (rows, D) and (D, F)."""
-    D = config.model.d_model
-    F = config.model.d_ff
-    inputs = torch.ones(rows, D, dtype=compute.dtype, device=compute.device)
-    weights = torch.ones(D, F, dtype=compute.dtype, device=compute.device)
     fastest = math.inf
-    end = time.perf_counter() + PRODUCT_SECONDS
-    while fastest == math.inf or time.perf_counter() < end:
-        started = time.perf_counter()
-        torch.mm(inputs, weights)
-        compute.synchronize()
-        fastest = min(fastest, time.perf_counter() - started)
+    with compute.enter_training():
+        inputs = torch.ones(rows, D, dtype=compute.dtype, device=compute.device)
+        weights = torch.ones(D, F, dtype=compute.dtype, device=compute.device)
+        end = time.perf_counter() + PRODUCT_SECONDS
+        while fastest == math.inf or time.perf_counter() < end:
+            started = time.perf_counter()
+            torch.mm(inputs, weights)
+            compute.synchronize()
+            fastest = min(fastest, time.perf_counter() - started)
     return 2 * rows * D * F / fastest
 
 
@@ -302,6 +333,13 @@ def compile_blocks(model: GPT) -> None:
     model.softmax = torch.compile(model.softmax, dynamic=False, options=options)
 
 
+def undo_compiling(model: GPT) -> None:
+    """Make the blocks and the loss again what `compile_blocks` found."""
+    for block in model.blocks:
+        del block.forward
+    model.softmax = softmax_
+
+
 def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:
     """Keep g++ from removing stores that are needed, as versions 11 and 12 do with AVX512.
 
@@ -317,55 +355,13 @@ def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:
 
 
 def is_worth_compiling(config: Config, seconds: float, machine: Machine) -> bool:
-    """Decide whether to try torch.compile, if all passes take these seconds without it."""
-    if config.train.compile == "auto":
-        return seconds >= machine.estimates.min_seconds_to_compile and machine.has_compiler()
-    return config.train.compile == "on"
+    """Decide whether to use torch.compile, if training takes these seconds without it."""
+    if config.train.compile != "auto":
+        return config.train.compile == "on"
+    if machine.compute.device.type != "cpu":
+        return machine.compute.device.type == "cuda"
+    return seconds > MIN_SECONDS_TO_COMPILE and machine.has_compiler()
 
 
 def has_compiler() -> bool:
     return find_compiler("g++", "clang++", "cl") is not None
-
-
-def try_compile(
-    config: Config, machine: Machine, eager: StepTime | None = None
-) -> tuple[bool, StepTime | None]:
-    """Try torch.compile on the rows of one process if that may pay, and say which way is faster.
-
-    Returns whether to use it, and the time of a step that way, if one was timed. A step without
-    compiling is timed unless its time is known, as `eager`, in which one process makes all passes.
-    Raises MachineError if `train.compile` is on and compiling fails.
-    """
-    setting = config.train.compile
-    if setting == "off" or (setting == "auto" and not machine.has_compiler()):
-        return False, None
-    share = config.with_train(batch_size=config.train.batch_size // machine.world_size)
-    is_known = eager is not None
-    if eager is not None:
-        eager = StepTime(eager.passes / machine.world_size, eager.update)
-    else:
-        eager = machine.time_step(share, limit=MAX_TIMING_SECONDS)
-    seconds = eager.passes * share.train.steps
-    if share.train.minutes is not None:  # their steps are a guess until some have been made
-        seconds = min(seconds, machine.get_seconds_left(share.train.minutes))
-    if not is_worth_compiling(share, seconds, machine):
-        return False, eager
-    if not is_known:
-        eager = machine.time_step(share)  # again, without a limit
-    say("  timing a compiled model; this may take minutes ...")
-    try:
-        compiled = machine.time_step(share, compiled=True)
-    except GptminiError:  # a signal
-        raise
-    except Exception as error:  # of the compiler, of its kernels, or of whatever calls them
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        if setting == "on":
-            raise MachineError(f"train.compile: {reason}; use auto or off") from None
-        say(f"  compile   off: it failed ({reason})")
-        return False, eager
-    pays = setting == "on" or compiled.passes <= eager.passes
-    say(
-        f"  compile   {'on' if pays else 'off'}: {compiled.passes:.3f} s/step compiled, "
-        f"{eager.passes:.3f} without"
-    )
-    return pays, compiled if pays else eager

@@ -125,7 +125,7 @@ def _start_progress(plan: Plan, own: CustomParts, optimizer: Optimizer) -> Progr
         corpus=corpus.content,
         tokenizer=corpus.tokenizer.fingerprint,
         torch=str(torch.__version__),
-        threads=torch.get_num_threads(),
+        threads=compute.threads or torch.get_num_threads(),
         device=machine.describe_device(compute.device),
         dtype=str(compute.dtype).removeprefix("torch."),
         compile=plan.config.train.compile,

@@ -58,11 +58,8 @@ def _run_loop(training: Training, reporter: Reporter, received: ReceivedSignals)
     """Make the steps that are left, or end early once the validation loss has stopped improving."""
     while not training.is_finished:
         metrics = _update(training)
-        started = time.perf_counter()
         evaluation = evaluate_validation(training) if training.is_evaluation_due else {}
         reporter.report(metrics, evaluation)
-        if evaluation:
-            training.evaluation_seconds = time.perf_counter() - started
         if training.steps_follow_minutes:
             keep_to_minutes(training)
         # Once for each step: a signal that comes later waits for the end of the next one.
@@ -70,9 +67,7 @@ def _run_loop(training: Training, reporter: Reporter, received: ReceivedSignals)
         if training.is_save_due or stop is not None or save_requested:
             received.save = False
             reporter.sync()  # so that the log never lags behind a checkpoint
-            started = time.perf_counter()
             save_checkpoint(training)
-            training.saving_seconds = time.perf_counter() - started
         if stop is not None:
             raise Stopped(stop, describe_stopped(training, stop))
 

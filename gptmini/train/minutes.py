@@ -18,26 +18,18 @@ def keep_to_minutes(training: Training) -> None:
     """
     config = training.config
     settings = config.train
-    now = (training.step, training.progress.seconds)
-    since = training.first_update
+    now = (training.step, training.elapsed)
+    since = training.first_step
     if since is None:
-        training.first_update = now
-        since = (0, 0.0)  # all updates so far
+        training.first_step = now
+        since = (0, training.elapsed - training.progress.seconds)  # all updates so far
     cooldown_begins = settings.steps - get_cooldown_steps(settings)
     to_next = STEPS_BETWEEN_FITS - training.step % STEPS_BETWEEN_FITS
     is_last_chance = training.step - 1 <= cooldown_begins < training.step + to_next
     if to_next < STEPS_BETWEEN_FITS and not is_last_chance:
         return
     steps = training.group.on_rank_zero(
-        lambda: compute_steps_for_minutes(
-            config,
-            since,
-            now,
-            training.elapsed,
-            training.corpus.held_out,
-            training.evaluation_seconds,
-            training.saving_seconds,
-        )
+        lambda: compute_steps_for_minutes(config, since, now, training.corpus.held_out)
     )
     if steps > settings.steps:
         useful = compute_useful_steps(config, training.plan.text_size)  # more overfit

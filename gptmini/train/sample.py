@@ -9,6 +9,7 @@ from gptmini.console import show_elapsed
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
+from gptmini.plan.minutes import MAX_SAMPLE_SHARE
 from gptmini.train.state import Training
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
@@ -16,7 +17,6 @@ MIN_SAMPLE_TOKENS = 20
 # Drawing a token takes as long as training on 20 to 30 (SmolLM2-135M on a CPU), so a sample takes
 # a quarter of the time of the updates before it at most, if it may be that short.
 TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
-MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 
 
 @show_elapsed("writing a sample")
@@ -71,4 +71,4 @@ def _get_sample_seconds(training: Training) -> float:
     minutes = training.config.train.minutes
     if minutes is None or not training.steps_follow_minutes or training.group.world_size > 1:
         return math.inf
-    return MAX_SAMPLE_TIME * 60 * minutes
+    return MAX_SAMPLE_SHARE * 60 * minutes

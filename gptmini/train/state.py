@@ -75,10 +75,10 @@ class Training:
     # What the loop remembers from one step to the next.
     started: float  # when the run would have begun, had it never stopped
     saved_step: int | None = None  # the step of the newest checkpoint
-    evaluation_seconds: float = 0.0  # of the last evaluation
-    saving_seconds: float = 0.0  # of the last checkpoint
-    # Step and seconds after this command's first update, which allocates for all the others.
-    first_update: tuple[int, float] | None = None
+    has_compiled: bool = False  # or does not compile
+    # This command's first step, and the seconds that had elapsed then: it allocates and compiles
+    # for all the others.
+    first_step: tuple[int, float] | None = None
 
     @property
     def step(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmini.console import say
-from gptmini.errors import DivergedError
+from gptmini.console import say, show_elapsed
+from gptmini.errors import DivergedError, GptminiError
 from gptmini.train.seeds import seed_from
 from gptmini.train.state import Training
 
@@ -28,7 +28,10 @@ def train_step(training: Training) -> dict[str, Any]:
     step = training.step
     training.model.train()
     tokens, targets = training.batches.get_batch(step)  # (B / W, T) each
-    total_loss, norm = _compute_gradients(training, tokens, targets)
+    if training.config.train.compile == "on" and not training.has_compiled:
+        total_loss, norm = _try_compiled(training, tokens, targets)
+    else:
+        total_loss, norm = _compute_gradients(training, tokens, targets)
     # Gradients beyond the range of float16 say nothing of the loss: the step is made again at half
     # the scale, so that none is lost. All ranks see the same norm and do the same.
     while math.isfinite(total_loss) and not math.isfinite(norm) and progress.loss_scale > 1:
@@ -51,6 +54,35 @@ def train_step(training: Training) -> dict[str, Any]:
         if (step + 1) % LOSS_SCALE_INTERVAL == 0:
             progress.loss_scale = min(2 * progress.loss_scale, MAX_LOSS_SCALE)
     return metrics
+
+
+@show_elapsed("compiling the model")
+def _try_compiled(training: Training, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Compute gradients by compiled code for the first time; without it from now on if that fails.
+
+    Takes and returns what `_compute_gradients` does.
+    """
+    from gptmini.plan.timing import undo_compiling  # noqa: PLC0415 - an update needs no planning
+
+    training.has_compiled = True
+    try:
+        loss, norm = _compute_gradients(training, tokens, targets)
+        # In float16 a norm that overflows says nothing of the code.
+        if math.isfinite(loss) and (math.isfinite(norm) or training.progress.loss_scale > 1):
+            return loss, norm
+        problem = "it computes gradients that are not finite"
+    except GptminiError:
+        raise
+    except Exception as error:  # of the compiler, of its kernels, or of whatever calls them
+        problem = f"it failed ({(str(error).strip() or repr(error)).splitlines()[0]})"
+    say(f"  compile   off: {problem}")
+    undo_compiling(training.model)
+    training.config = training.config.with_train(compile="off")
+    training.progress.compile = "off"
+    if training.group.rank == 0:
+        training.run.write_config(training.config)
+    training.model.zero_grad()
+    return _compute_gradients(training, tokens, targets)
 
 
 def _count_filled_rows(training: Training, targets: Tensor) -> float:

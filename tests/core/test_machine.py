@@ -176,7 +176,7 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     note(evaluate_run, "evaluate")
     train(config.with_train(compile="auto"), tmp_path / "run")
     here = timing.Machine(machine.pick_compute("cpu", "float32"))
-    here.time_step(config.with_tokenizer("byte", 257))
+    here.measure(config.with_tokenizer("byte", 257))
     evaluate_run.evaluate_text(tmp_path / "run")
     assert seen == {
         "GPT.compute_loss": {1},

@@ -274,7 +274,7 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
         "extras.parallel.ranks": {"os.environ"},
         "extras.parallel.group": {"os.environ"},
         "extras.plots.plots": {"os.environ"},  # the one that matplotlib reads
-        "machine": {"os.environ"},  # the one that cuBLAS reads
+        "machine": {"os.environ"},  # those that cuBLAS and OpenMP read
         "files": {"os.environ"},  # where the desktop keeps caches
     }
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())

@@ -1,4 +1,5 @@
-// What the page asks the server that gave it, and the chat. A file that was mailed asks nobody.
+// What the page asks the server that gave it: the chat, and the text of a model that is too large to
+// travel. A file that was mailed asks nobody.
 "use strict";
 
 // -- requests ------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ function pickSettings() {
 
 // -- the chat ------------------------------------------------------------------------------------
 
-const chat = { messages: [], running: null, problem: "", note: "" };
+const chat = { messages: [], running: null, problem: "" };
 let chatBox;
 
 function makeChat() {
@@ -69,18 +70,16 @@ function makeChat() {
   const card = make(
     "section.card",
     { id: "chat" },
-    make("h2", {}, say("chatHeading")),
+    make("h2", say("chatHeading")),
     makePlace("messages", "div.messages", { role: "log", tabindex: 0 }),
     makePlace("chatProblem", "p.problem", { role: "alert" }),
     chatBox,
     make(
       "div.row",
-      {},
       makePlace("send", "button.main", {
         onclick: () => (chat.running ? chat.running.abort() : sendMessage()),
       }),
       makePlace("newChat", "button", { onclick: startChat }, say("newChat")),
-      makePlace("chatNote", "small"),
     ),
   );
   showChat();
@@ -89,9 +88,9 @@ function makeChat() {
 
 function showChat() {
   const messages = chat.messages.map(({ role, content }) =>
-    make(`div.message.${role}`, {}, make("small", {}, say(role)), make("div", {}, content)),
+    make(`div.message.${role}`, make("small", say(role)), make("div", content)),
   );
-  fill(places.messages, messages.length ? messages : make("p.note", {}, say("chatHelp")));
+  fill(places.messages, messages.length ? messages : make("p.note", say("chatHelp")));
   fill(places.chatProblem, chat.problem);
   showChatState();
 }
@@ -105,13 +104,12 @@ function showChatState() {
   if (isAtEnd || chat.running === null) messages.scrollTop = messages.scrollHeight;
   messages.setAttribute("aria-busy", String(chat.running !== null));
   fill(places.send, say(chat.running ? "stop" : "send"));
-  fill(places.chatNote, chat.note);
   places.newChat.disabled = chat.messages.length === 0;
 }
 
 function startChat() {
   chat.running?.abort();
-  Object.assign(chat, { messages: [], running: null, problem: "", note: "" });
+  Object.assign(chat, { messages: [], running: null, problem: "" });
   showChat();
   chatBox.focus();
 }
@@ -126,17 +124,15 @@ async function sendMessage() {
   const answer = { role: "assistant", content: "" };
   messages.push(answer);
   const running = new AbortController();
-  Object.assign(chat, { running, problem: "", note: "" });
+  Object.assign(chat, { running, problem: "" });
   chatBox.value = "";
   showChat();
   let hasCome = false;
   let problem = "";
-  const count = startCount();
   try {
     for await (const { choices } of askForEvents("v1/chat/completions", body, running.signal)) {
       hasCome = true;
       answer.content += choices[0].delta.content ?? "";
-      chat.note = count();
       if (choices[0].finish_reason === "length") problem = sayText("answerCut");
       if (chat.running === running) showChatState();
     }
@@ -152,15 +148,62 @@ async function sendMessage() {
   showChat();
 }
 
-/** Start to count tokens: each call is one more, and says how many a second. */
-function startCount() {
-  let count = 0;
-  let started;
-  return () => {
-    started ??= performance.now();
-    const seconds = (performance.now() - started) / 1000;
-    count += 1;
-    if (count === 1) return "";
-    return sayText("speed", { count, rate: formatReal((count - 1) / seconds, 0) });
+// -- the text of a model that is too large -------------------------------------------------------
+//
+// The server continues the text. Looking inside is for models that travel.
+
+const remote = { text: "", running: null, problem: "" }; // running: an AbortController
+
+function buildRemotePage() {
+  makePlace("generate", "button.main", {
+    onclick: () => (remote.running ? remote.running.abort() : continueRemotely()),
+  });
+  fill(
+    document.querySelector("main"),
+    makeHeader(),
+    makeNavigation({ top: "toText" }),
+    makeChat(),
+    make(
+      "div.journey",
+      makeTextCard(
+        makeTextBox(() => remote.running?.abort()),
+        make("div.row", places.generate),
+        makePlace("remoteProblem", "p.problem", { role: "alert" }),
+      ),
+      make("section.card", makeSettings()),
+    ),
+    make("footer.note", say("footServed")),
+  );
+  showRemote();
+}
+
+function showRemote() {
+  fill(places.generate, say(remote.running ? "stop" : "generate"));
+  fill(places.remoteProblem, remote.problem);
+}
+
+/** Have the server continue the text in the box. */
+async function continueRemotely() {
+  const running = new AbortController();
+  const text = readBox(remote.text);
+  Object.assign(remote, { text, running, problem: "" });
+  showRemote();
+  const body = {
+    prompt: text,
+    max_tokens: Math.min(data.sample.max_new_tokens, data.server.max_tokens),
+    seed: state.sample.seed,
+    overflow: state.sample.overflow,
+    special: false,
+    ...pickSettings(),
   };
+  try {
+    for await (const { choices } of askForEvents("v1/completions", body, running.signal)) {
+      remote.text += choices[0].text;
+      writeBox(remote.text);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") remote.problem = error.message; // a stop is no problem
+  }
+  remote.running = null;
+  showRemote();
 }

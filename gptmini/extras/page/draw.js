@@ -1,13 +1,15 @@
 // What the page draws with: elements, bars, rows of numbers, maps. It knows nothing of models.
 "use strict";
 
-const SVG_TAGS = new Set(["svg", "path", "circle"]);
+const SVG_TAGS = new Set(["svg", "path"]);
 
 /** make("p.note", {title: "x", onclick: f, style: {width: "1px"}}, "text", child) is an element.
  *
- * Strings become text, never markup. `null` and `false` among the children are left out.
+ * The properties may be left out. Strings become text, never markup; `null` and `false` among the
+ * children are left out.
  */
-function make(tag, properties = {}, ...children) {
+function make(tag, ...children) {
+  const properties = children[0]?.constructor === Object ? children.shift() : {};
   const [name, ...classes] = tag.split(".");
   const element = SVG_TAGS.has(name)
     ? document.createElementNS("http://www.w3.org/2000/svg", name)
@@ -77,7 +79,6 @@ function findScale(...vectors) {
 function makeBar(...parts) {
   return make(
     "span.bar",
-    {},
     parts.map(([name, share]) => make(`i.${name}`, { style: { width: `${100 * share}%` } })),
   );
 }
@@ -86,9 +87,8 @@ function makeBar(...parts) {
 function makeBars(rows) {
   return make(
     "div.bars",
-    {},
     rows.map(([name, bar, number]) =>
-      make("div", {}, make("span", {}, name), bar, make("span.number", {}, number)),
+      make("div", make("span", name), bar, make("span.number", number)),
     ),
   );
 }
@@ -100,19 +100,14 @@ function makeRow(id, name, cells, isChosen, choose) {
     isChosen ? "tr.at" : "tr",
     { onclick: choose },
     make("th", { scope: "row" }, make("button.plain", options, name)),
-    cells.map((cell) => make("td", {}, cell)),
+    cells.map((cell) => make("td", cell)),
   );
 }
 
 /** A table of such rows in a box that scrolls. */
 function makeTable(name, columns, rows) {
   const heading = columns.map((column) => make("th", { scope: "col" }, column));
-  const table = make(
-    `table.${name}`,
-    {},
-    make("thead", {}, make("tr", {}, heading)),
-    make("tbody", {}, rows),
-  );
+  const table = make(`table.${name}`, make("thead", make("tr", heading)), make("tbody", rows));
   const options = { tabindex: 0, "data-focus": name, "data-scroll": name };
   return rove(make("div.scroll", options, table));
 }
@@ -130,6 +125,17 @@ function drawVector(vector, scale) {
   );
 }
 
+/** Rows of numbers from 0 to `scale` as lines over their index. */
+function drawCurves(rows, scale) {
+  const width = Math.max(1, rows[0].length - 1);
+  const point = (y, x) => `${x} ${(100 - (100 * y) / scale).toFixed(2)}`;
+  return make(
+    "svg.curves",
+    { viewBox: `0 0 ${width} 100`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    rows.map((row) => make("path", { d: `M${row.map(point).join("L")}` })),
+  );
+}
+
 /** Named vectors of one kind, on one scale: bars, what they stand for and, on demand, each number. */
 function makeVectors(entries) {
   const scale = findScale(...Object.values(entries));
@@ -142,22 +148,20 @@ function makeVectors(entries) {
     const listNumbers = () =>
       make(
         "div.list",
-        {},
-        Array.from(vector, (x, i) => make("span", {}, make("small", {}, `${i} `), formatReal(x))),
+        Array.from(vector, (x, i) => make("span", make("small", `${i} `), formatReal(x))),
       );
     return make(
       "figure",
-      {},
-      make("figcaption", {}, make("b", {}, name), " ", make("small", {}, facts)),
+      make("figcaption", make("b", name), " ", make("small", facts)),
       drawVector(vector, scale),
-      makeFold(make("small", {}, say("eachNumber")), listNumbers),
+      makeFold(make("small", say("eachNumber")), listNumbers),
     );
   });
 }
 
 /** What opens when its title is pressed; `fill` makes the content then. */
 function makeFold(title, fill) {
-  const details = make("details", {}, make("summary", {}, title));
+  const details = make("details", make("summary", title));
   details.addEventListener("toggle", () => {
     if (details.open && details.children.length === 1) details.append(fill());
   });
@@ -218,33 +222,6 @@ function paintMap(canvas, T, weigh, maxSize = 512) {
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
-}
-
-/** Draw a pair of numbers as a point in the plane, before and after RoPE turns it by an angle. */
-function drawPlane(before, after, angle, radius) {
-  const place = ([x, y], share = 1) =>
-    `${((100 * share * x) / radius).toFixed(1)} ${((-100 * share * y) / radius).toFixed(1)}`;
-  const rest = angle % (2 * Math.PI);
-  const turn = (by) => [
-    before[0] * Math.cos(by) - before[1] * Math.sin(by),
-    before[0] * Math.sin(by) + before[1] * Math.cos(by),
-  ];
-  const arc = range(33).map((n) => place(turn((rest * n) / 32), 0.5));
-  const mark = (point, name) => {
-    const [cx, cy] = place(point).split(" ");
-    return make(`circle.${name}`, { cx, cy, r: 7 });
-  };
-  return make(
-    "svg.plane",
-    { viewBox: "-112 -112 224 224", "aria-hidden": "true" },
-    make("path.axis", { d: "M-110 0h220M0-110v220" }),
-    make("circle.ring", { r: 100 }),
-    make("path.before", { d: `M0 0L${place(before)}` }),
-    mark(before, "before"),
-    make("path.after", { d: `M0 0L${place(after)}` }),
-    mark(after, "after"),
-    make("path.turn", { d: `M${arc.join("L")}` }),
-  );
 }
 
 /** Move a choice by keys: `steps` has the step of each key, `go` takes one. */

@@ -34,8 +34,8 @@ PAGE_SCRIPTS = (  # in this order
     "draw.js",
     "views.js",
     "sections.js",
+    "learn.js",
     "ask.js",
-    "remote.js",
     "page.js",
 )
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
@@ -212,9 +212,8 @@ def count_bytes(listed: list[dict[str, Any]]) -> int:
     """Count the bytes of listed tensors as `encode_tensors` yields them."""
     sizes = {"float32": 4, "bfloat16": 2, "int8": 1}
     numbers = sum(math.prod(each["shape"]) * sizes[each["type"]] for each in listed)
-    return numbers + sum(
-        4 * each["shape"][0] for each in listed if each["type"] == "int8"
-    )  # scales
+    scales = sum(4 * each["shape"][0] for each in listed if each["type"] == "int8")
+    return numbers + scales
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], precision: str) -> Iterator[memoryview]:

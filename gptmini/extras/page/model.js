@@ -1,9 +1,15 @@
 // The model once more, in plain JavaScript: text -> tokens -> logits -> the next token -> text.
 //
-// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py,
-// attention.py and gpt.py, then generate/filters.py, sampler.py and sequence.py. Names are the same,
-// written as JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml.
-// There is no batch: a pass reads T tokens of one text.
+// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, attention.py and
+// gpt.py, then generate/filters.py, sampler.py and sequence.py. Names are the same, written as
+// JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml. There is no
+// batch: a pass reads T tokens of one text. In place of a KV cache stands the record of all that was
+// computed, see `Reader`: keys and values of earlier tokens are in it.
+//
+// Behind `forward` stands `backward`, written out: PyTorch derives it. It takes what went in and the
+// gradient of what came out, d…, writes those of its weights into `gradients`, by the names of the
+// weights, and returns that of what went in. All but the smallest are generators that pause between
+// two products, so that a page can do something else in between.
 //
 // Numbers are stored in float32 and summed in float64, so results are those of PyTorch in float32
 // up to rounding. A tensor is a flat Float32Array, its shape stands in the comment behind it.
@@ -48,17 +54,6 @@ class Tokenizer {
     const begins = (token) => this.decodeToken(token)[0] === 32;
     this.spacedTokens ??= new Set(this.listTokens().filter(begins));
     return this.spacedTokens;
-  }
-
-  /** Encode a text in which the name of a special token is that token. */
-  encodeSpecial(text) {
-    const special = this.specialTokens;
-    const names = Object.keys(special).sort((a, b) => b.length - a.length); // one may begin another
-    const escaped = names.map((name) => name.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
-    const parts = text.split(new RegExp(`(${escaped.join("|")})`, "u"));
-    return parts.flatMap((part) =>
-      Object.hasOwn(special, part) ? [special[part]] : this.encode(part),
-    );
   }
 
   /** Put the end-of-text token before those of a prompt, if that is done and it is not there. */
@@ -204,6 +199,7 @@ function translatePattern(pattern) {
 /** A weight (N, D) and perhaps a bias (N,). */
 class Linear {
   constructor(weights, name) {
+    this.name = name;
     this.weight = weights[`${name}.weight`]; // (N, D)
     this.bias = weights[`${name}.bias`] ?? null; // (N,)
   }
@@ -211,6 +207,17 @@ class Linear {
   /** (T, D) -> (T, N) */
   forward(x, T) {
     return multiply(x, this.weight, this.bias, T);
+  }
+
+  /** x (T, D), dOut (T, N) -> dX (T, D) */
+  *backward(x, dOut, T, gradients) {
+    const N = dOut.length / T;
+    if (this.bias !== null) gradients[`${this.name}.bias`] = sumRows(dOut, T); // (N,)
+    gradients[`${this.name}.weight`] = multiplyTransposed(dOut, x, T); // (N, D)
+    yield;
+    const dX = multiply(dOut, transpose(this.weight, N), null, T);
+    yield;
+    return dX;
   }
 }
 
@@ -300,6 +307,31 @@ function multiplyOne(x, weight, t, D, N, out) {
   }
 }
 
+/** a (T, N), transposed, times b (T, D): (N, D). */
+function multiplyTransposed(a, b, T) {
+  return multiply(transpose(a, T), transpose(b, T), null, a.length / T);
+}
+
+/** a (rows, columns) -> (columns, rows) */
+function transpose(a, rows) {
+  const columns = a.length / rows;
+  const out = new Float32Array(a.length);
+  for (let row = 0; row < rows; row++) {
+    for (let column = 0; column < columns; column++) {
+      out[column * rows + row] = a[row * columns + column];
+    }
+  }
+  return out;
+}
+
+/** The sum (N,) of the rows of a (T, N). */
+function sumRows(a, T) {
+  const N = a.length / T;
+  const sums = new Float64Array(N);
+  for (let i = 0; i < a.length; i++) sums[i % N] += a[i];
+  return Float32Array.from(sums);
+}
+
 /** The dot product of `length` numbers of a, from i on, and of b, from j on. */
 function dot(a, i, b, j, length) {
   let sum0 = 0;
@@ -330,7 +362,10 @@ function createNorm(config, weights, name) {
 
 /** (x - mean) / √(variance + eps) · weight + bias, row by row. */
 class LayerNorm {
+  takesMean = true;
+
   constructor(weights, name, eps) {
+    this.name = name;
     this.weight = weights[`${name}.weight`]; // (D,)
     this.bias = weights[`${name}.bias`] ?? null; // (D,)
     this.eps = eps;
@@ -359,10 +394,42 @@ class LayerNorm {
     }
     return out;
   }
+
+  /** x (T, D), dOut (T, D) -> dX (T, D)
+   *
+   * A number moves its own output, and those of all through the scale and the mean.
+   */
+  backward(x, dOut, gradients) {
+    const D = this.weight.length;
+    const dX = new Float32Array(x.length);
+    const dWeight = new Float64Array(D);
+    const row = new Float64Array(D); // normed, without weight and bias
+    const dRow = new Float64Array(D);
+    for (let start = 0; start < x.length; start += D) {
+      const { mean, scale } = this.measure(x, start);
+      let sum = 0;
+      for (let d = 0; d < D; d++) {
+        row[d] = (x[start + d] - mean) * scale;
+        dRow[d] = dOut[start + d] * this.weight[d];
+        dWeight[d] += dOut[start + d] * row[d];
+        sum += dRow[d];
+      }
+      const throughMean = this.takesMean ? sum / D : 0;
+      const throughScale = dot(dRow, 0, row, 0, D) / D;
+      for (let d = 0; d < D; d++) {
+        dX[start + d] = scale * (dRow[d] - throughMean - row[d] * throughScale);
+      }
+    }
+    gradients[`${this.name}.weight`] = Float32Array.from(dWeight);
+    if (this.bias !== null) gradients[`${this.name}.bias`] = sumRows(dOut, x.length / D);
+    return dX;
+  }
 }
 
 /** x / √(mean square + eps) · weight: a LayerNorm that takes no mean and has no bias. */
 class RMSNorm extends LayerNorm {
+  takesMean = false;
+
   measure(x, start) {
     const D = this.weight.length;
     return { mean: 0, scale: 1 / Math.sqrt(dot(x, start, x, start, D) / D + this.eps) };
@@ -381,16 +448,35 @@ class MLP {
     this.downProj = new Linear(weights, `${name}.down_proj`);
   }
 
-  forward(x, T, record = null) {
+  /** (T, D) -> (T, D); what `backward` needs goes into `record`, an entry for each position. */
+  forward(x, T, record) {
     const up = this.upProj.forward(x, T); // (T, d_ff)
     const gate = this.gateProj?.forward(x, T); // (T, d_ff)
+    keep(record, "up", up, T);
+    if (gate) keep(record, "gate", gate, T);
     const inner = up.map((value, i) => {
       if (this.activation === "swiglu") return silu(gate[i]) * value;
       if (this.activation === "relu2") return Math.max(value, 0) ** 2;
       return gelu(value);
     });
-    keep(record, "inner", inner);
+    keep(record, "inner", inner, T);
     return this.downProj.forward(inner, T); // (T, D)
+  }
+
+  /** x (T, D), dOut (T, D) -> dX (T, D); `record` has what `forward` kept. */
+  *backward(x, dOut, T, record, gradients) {
+    const up = gather(record, "up"); // (T, d_ff)
+    const dInner = yield* this.downProj.backward(gather(record, "inner"), dOut, T, gradients);
+    if (this.activation !== "swiglu") {
+      const slope = this.activation === "relu2" ? (value) => 2 * Math.max(value, 0) : slopeOfGelu;
+      const dUp = dInner.map((d, i) => d * slope(up[i]));
+      return yield* this.upProj.backward(x, dUp, T, gradients);
+    }
+    const gate = gather(record, "gate"); // (T, d_ff)
+    const dUp = dInner.map((d, i) => d * silu(gate[i]));
+    const dGate = dInner.map((d, i) => d * up[i] * slopeOfSilu(gate[i]));
+    const throughUp = yield* this.upProj.backward(x, dUp, T, gradients);
+    return add(throughUp, yield* this.gateProj.backward(x, dGate, T, gradients));
   }
 }
 
@@ -398,9 +484,20 @@ function silu(x) {
   return x / (1 + Math.exp(-x));
 }
 
+function slopeOfSilu(x) {
+  const share = 1 / (1 + Math.exp(-x));
+  return share * (1 + x * (1 - share));
+}
+
 /** GELU in GPT-2's tanh form. */
 function gelu(x) {
   return 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
+}
+
+function slopeOfGelu(x) {
+  const inside = Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3);
+  const slope = Math.sqrt(2 / Math.PI) * (1 + 3 * 0.044715 * x ** 2);
+  return 0.5 * (1 + Math.tanh(inside)) + (0.5 * x * slope) / Math.cosh(inside) ** 2;
 }
 
 /** Compute the angles (K/2,), in radians per position, by which RoPE turns the pairs. */
@@ -460,42 +557,6 @@ function softmax(scores) {
   return weights;
 }
 
-// -- cache: keys and values of earlier tokens ----------------------------------------------------
-
-/** Keys and values of one layer, (S, G·K) each. A window hides keys, it does not drop them. */
-class LayerCache {
-  keys = new Float32Array(); // (capacity, G·K)
-  values = new Float32Array();
-
-  /** Add k and v (T, G, K) behind `length` positions. */
-  update(k, v, length, T) {
-    const width = k.length / T;
-    const needed = (length + T) * width;
-    if (needed > this.keys.length) {
-      const { keys, values } = this;
-      this.keys = new Float32Array(2 * needed);
-      this.values = new Float32Array(2 * needed);
-      this.keys.set(keys);
-      this.values.set(values);
-    }
-    this.keys.set(k, length * width);
-    this.values.set(v, length * width);
-  }
-}
-
-/** The caches of all layers, which grow together. */
-class KVCache {
-  constructor(config) {
-    this.length = 0; // positions read so far
-    this.layers = Array.from({ length: config.n_layer }, () => new LayerCache());
-  }
-
-  /** Step back: keep the first `length` positions. */
-  truncate(length) {
-    this.length = Math.min(this.length, length);
-  }
-}
-
 // -- attention -----------------------------------------------------------------------------------
 
 /** Causal self-attention of one layer: (T, D) -> (T, D).
@@ -524,11 +585,10 @@ class Attention {
     this.alibiSlopes = config.position === "alibi" ? computeAlibiSlopes(this.H) : null;
   }
 
-  /** x (T, D) continues the `start` positions that the cache holds. */
-  forward(x, start, T, cache, off, record) {
-    const { q, k, v } = this.projectQkv(x, start, T, record);
-    cache.update(k, v, start, T);
-    const mixed = this.mix(q, start, T, cache, off, record); // (T, H, K)
+  /** x (T, D) is of the last T positions of `record`, which has an entry for each from 0 on. */
+  forward(x, T, record, off) {
+    this.projectQkv(x, T, record);
+    const mixed = this.mix(T, record, off); // (T, H, K)
     return this.oProj.forward(mixed, T); // (T, H·K) -> (T, D)
   }
 
@@ -536,74 +596,125 @@ class Attention {
    *
    * Queries and keys are normalized and rotated; values are not.
    */
-  projectQkv(x, start, T, record) {
+  projectQkv(x, T, record) {
+    const start = record.length - T;
     let q = this.qProj.forward(x, T);
     let k = this.kProj.forward(x, T);
     const v = this.vProj.forward(x, T);
+    keep(record, "qProjected", q, T);
+    keep(record, "kProjected", k, T);
     if (this.qNorm !== null) {
       q = this.qNorm.forward(q);
       k = this.kNorm.forward(k);
     }
-    keep(record, "qNormed", q);
-    keep(record, "kNormed", k);
     if (this.frequencies !== null) {
       q = applyRotary(q, this.frequencies, start, T);
       k = applyRotary(k, this.frequencies, start, T);
     }
-    keep(record, "q", q);
-    keep(record, "k", k);
-    keep(record, "v", v);
-    return { q, k, v };
+    keep(record, "q", q, T);
+    keep(record, "k", k, T);
+    keep(record, "v", v, T);
   }
 
-  /** Average, for each query, the values that it sees: q (T, H, K) -> (T, H, K). */
-  mix(q, start, T, cache, off, record) {
+  /** x (T, D), dOut (T, D) -> dX (T, D); `record` has what `forward` kept of a whole text. */
+  *backward(x, dOut, T, record, gradients) {
+    const dMixed = yield* this.oProj.backward(gather(record, "mixed"), dOut, T, gradients);
+    let { dQ, dK, dV } = this.unmix(dMixed, T, record); // (T, H, K), (T, G, K) twice
+    yield;
+    if (this.frequencies !== null) {
+      const back = this.frequencies.map((frequency) => -frequency);
+      dQ = applyRotary(dQ, back, 0, T);
+      dK = applyRotary(dK, back, 0, T);
+    }
+    if (this.qNorm !== null) {
+      dQ = this.qNorm.backward(gather(record, "qProjected"), dQ, gradients);
+      dK = this.kNorm.backward(gather(record, "kProjected"), dK, gradients);
+    }
+    const throughQ = yield* this.qProj.backward(x, dQ, T, gradients);
+    const throughK = yield* this.kProj.backward(x, dK, T, gradients);
+    const throughV = yield* this.vProj.backward(x, dV, T, gradients);
+    return add(add(throughQ, throughK), throughV);
+  }
+
+  /** Average, for each of the last T queries (H, K), the values that it sees: (T, H, K). */
+  mix(T, record, off) {
     const { H, G, K } = this;
     const mixed = new Float32Array(T * H * K);
     for (let t = 0; t < T; t++) {
-      const S = start + t + 1;
+      const S = record.length - T + t + 1;
+      const entry = record[S - 1];
       const scores = new Float32Array(H * S);
       const weights = new Float32Array(H * S);
       for (let h = 0; h < H; h++) {
         const g = Math.floor(h / (H / G));
         const at = (t * H + h) * K;
         const row = scores.subarray(h * S, (h + 1) * S);
-        this.computeScores(row, q.subarray(at, at + K), h, g, start + t, cache.keys);
-        hideAttentions(row, off, this.layer, h, start + t);
+        this.computeScores(row, entry.q.subarray(h * K, (h + 1) * K), h, g, record);
+        hideAttentions(row, off, this.layer, h, S - 1);
         weights.set(softmax(row), h * S);
-        this.sumValues(mixed, at, weights.subarray(h * S, (h + 1) * S), g, cache.values);
+        this.sumValues(mixed, at, weights.subarray(h * S, (h + 1) * S), g, record);
         if (!isHeadOff(off, this.layer, h)) continue;
-        replaceRow(off, this.layer, "mixed", start + t, mixed.subarray(at, at + K), h * K);
+        replaceRow(off, this.layer, "mixed", S - 1, mixed.subarray(at, at + K), h * K);
       }
-      if (record !== null) Object.assign(record[t], { scores, weights });
+      Object.assign(entry, { scores, weights });
     }
-    keep(record, "mixed", mixed);
+    keep(record, "mixed", mixed, T);
     return mixed;
   }
 
+  /** dMixed (T, H, K) -> dQ (T, H, K), dK and dV (T, G, K). */
+  unmix(dMixed, T, record) {
+    const { H, G, K } = this;
+    const dQ = new Float32Array(T * H * K);
+    const dK = new Float32Array(T * G * K);
+    const dV = new Float32Array(T * G * K);
+    for (const [t, { q, weights }] of record.entries()) {
+      const S = t + 1;
+      for (let h = 0; h < H; h++) {
+        const g = Math.floor(h / (H / G));
+        const at = (t * H + h) * K;
+        const row = weights.subarray(h * S, (h + 1) * S);
+        // What a weight gains depends on its value; softmax takes from each what all gain on average.
+        const dWeights = Float64Array.from(row, (_, s) => dot(dMixed, at, record[s].v, g * K, K));
+        const mean = dot(dWeights, 0, row, 0, S);
+        for (let s = 0; s < S; s++) {
+          if (row[s] === 0) continue; // hidden
+          const dScore = (row[s] * (dWeights[s] - mean)) / Math.sqrt(K);
+          const start = (s * G + g) * K;
+          for (let i = 0; i < K; i++) {
+            dQ[at + i] += dScore * record[s].k[g * K + i];
+            dK[start + i] += dScore * q[h * K + i];
+            dV[start + i] += row[s] * dMixed[at + i];
+          }
+        }
+      }
+    }
+    return { dQ, dK, dV };
+  }
+
   /** Fill the scores (S,) of a query (K,) on all keys so far: q·k / √K, -∞ where it is blind. */
-  computeScores(scores, query, h, g, position, keys) {
-    const { G, K } = this;
-    for (let s = 0; s <= position; s++) {
-      const distance = position - s;
+  computeScores(scores, query, h, g, record) {
+    const { K } = this;
+    for (let s = 0; s < scores.length; s++) {
+      const distance = scores.length - 1 - s;
       if (this.window !== null && distance >= this.window) {
         scores[s] = -Infinity;
         continue;
       }
       const bias = this.alibiSlopes === null ? 0 : -this.alibiSlopes[h] * distance;
-      scores[s] = dot(query, 0, keys, (s * G + g) * K, K) / Math.sqrt(K) + bias;
+      scores[s] = dot(query, 0, record[s].k, g * K, K) / Math.sqrt(K) + bias;
     }
   }
 
   /** Write the mean of the values (S, K) by their weights (S,) to `mixed`, from `at` on. */
-  sumValues(mixed, at, weights, g, values) {
-    const { G, K } = this;
+  sumValues(mixed, at, weights, g, record) {
+    const { K } = this;
     const sums = new Float64Array(K);
     for (let s = 0; s < weights.length; s++) {
       const weight = weights[s];
       if (weight === 0) continue;
-      const start = (s * G + g) * K;
-      for (let i = 0; i < K; i++) sums[i] += weight * values[start + i];
+      const values = record[s].v;
+      for (let i = 0; i < K; i++) sums[i] += weight * values[g * K + i];
     }
     mixed.set(sums, at);
   }
@@ -691,20 +802,33 @@ class Block {
     this.mlp = new MLP(config, weights, `${name}.mlp`);
   }
 
-  /** (T, D) -> (T, D) */
-  forward(x, start, T, cache, off, record) {
-    keep(record, "x", x);
+  /** x (T, D) -> (T, D), of the last T positions of `record` */
+  forward(x, T, record, off) {
+    const start = record.length - T;
+    keep(record, "x", x, T);
     const attnNormed = this.attnNorm.forward(x); // (T, D)
-    const attn = this.attn.forward(attnNormed, start, T, cache, off, record); // (T, D)
+    const attn = this.attn.forward(attnNormed, T, record, off); // (T, D)
     if (isLayerOff(off, this.layer)) replaceRows(off, this.layer, "attn", start, attn, T);
     const middle = add(x, attn); // (T, D)
     const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
     const mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
     if (isMlpOff(off, this.layer)) replaceRows(off, this.layer, "mlp", start, mlp, T);
-    keep(record, "attn", attn);
-    keep(record, "middle", middle);
-    keep(record, "mlp", mlp);
+    keep(record, "attn", attn, T);
+    keep(record, "middle", middle, T);
+    keep(record, "mlp", mlp, T);
     return add(middle, mlp);
+  }
+
+  /** dOut (T, D) -> dX (T, D); `record` has what `forward` kept of a whole text. */
+  *backward(dOut, T, record, gradients) {
+    const middle = gather(record, "middle"); // (T, D)
+    const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
+    const dMlpNormed = yield* this.mlp.backward(mlpNormed, dOut, T, record, gradients);
+    const dMiddle = add(dOut, this.mlpNorm.backward(middle, dMlpNormed, gradients)); // (T, D)
+    const x = gather(record, "x"); // (T, D)
+    const attnNormed = this.attnNorm.forward(x); // (T, D)
+    const dAttnNormed = yield* this.attn.backward(attnNormed, dMiddle, T, record, gradients);
+    return add(dMiddle, this.attnNorm.backward(x, dAttnNormed, gradients)); // (T, D)
   }
 }
 
@@ -716,6 +840,7 @@ class Block {
 class GPT {
   constructor(config, weights) {
     this.config = config;
+    this.weights = weights;
     this.embed = weights["embed.weight"]; // (V, D)
     this.positions = weights["positions.weight"] ?? null; // (context, D), learned positions
     this.blocks = Array.from({ length: config.n_layer }, (_, l) => new Block(config, weights, l));
@@ -723,54 +848,72 @@ class GPT {
     this.head = weights["head.weight"] ?? this.embed; // (V, D), tied unless it has its own
   }
 
-  /** Tokens (T,) -> logits (nLogits, V) of the last nLogits of them, by default of all.
+  /** Tokens (T,) -> logits (T, V).
    *
-   * They continue those in the cache; without one, they are the whole text. A cache is filled
-   * under one `off`: truncate it to 0 before another. An array given as `record` gets an entry for
-   * each token, see `Reader`.
+   * They continue those of a record, which gets an entry for each, see `Reader`; by default they are
+   * the whole text. A record is filled under one `off`.
    */
-  forward(tokens, cache = new KVCache(this.config), options = {}) {
-    const { off = null, record = null, nLogits = tokens.length } = options;
+  forward(tokens, record = [], off = null) {
     const T = tokens.length;
-    const { d_model: D, context_length } = this.config;
-    const start = cache.length;
+    const { context_length } = this.config;
+    const start = record.length;
     if (start + T > context_length) {
       throw new RangeError(`${start + T} positions in a context of ${context_length}`);
     }
-    const entries = record && tokens.map((token, t) => this.createEntry(token, start + t));
-    let x = this.embedTokens(tokens, start); // (T, D)
+    record.push(...tokens.map((token, t) => this.createEntry(token, start + t)));
+    let x = this.embedTokens(record.slice(start)); // (T, D)
     for (const [layer, block] of this.blocks.entries()) {
-      const entriesOfLayer = entries && entries.map((entry) => entry.layers[layer]);
-      x = block.forward(x, start, T, cache.layers[layer], off, entriesOfLayer);
+      x = block.forward(x, T, takeLayer(record, layer), off);
     }
     const hidden = this.finalNorm.forward(x); // (T, D)
-    const logits = this.computeLogits(hidden.subarray((T - nLogits) * D), nLogits); // (nLogits, V)
-    cache.length += T;
-    if (entries) {
-      keep(entries, "x", x);
-      keep(entries, "hidden", hidden);
-      keep(entries.slice(T - nLogits), "logits", logits);
-      record.push(...entries);
-    }
+    const logits = this.computeLogits(hidden, T); // (T, V)
+    keep(record, "x", x, T);
+    keep(record, "hidden", hidden, T);
+    keep(record, "logits", logits, T);
     return logits;
   }
 
-  /** Tokens (T,) from position `start` on -> (T, D). */
-  embedTokens(tokens, start) {
-    const D = this.config.d_model;
-    const x = new Float32Array(tokens.length * D);
-    for (const [t, token] of tokens.entries()) {
-      const embedding = this.embed.subarray(token * D, (token + 1) * D);
-      const position = this.getPosition(start + t);
-      x.set(position ? add(embedding, position) : embedding, t * D);
+  /** The gradients of `computeLoss`, by the names of the weights; `record` is that of a `Reader`. */
+  *backward(record) {
+    const { d_model: D, vocab_size: V } = this.config;
+    const T = record.length;
+    const gradients = {};
+    const dLogits = new Float32Array(T * V); // behind the last token nothing came: it stays 0
+    for (let t = 0; t + 1 < T; t++) {
+      const chances = softmax(record[t].logits); // (V,)
+      chances[record[t + 1].token] -= 1;
+      dLogits.set(chances.map((d) => d / (T - 1)), t * V);
     }
-    return x;
+    const dHead = multiplyTransposed(dLogits, gather(record, "hidden"), T); // (V, D)
+    yield;
+    const dHidden = multiply(dLogits, transpose(this.head, V), null, T); // (T, D)
+    yield;
+    let dX = this.finalNorm.backward(gather(record, "x"), dHidden, gradients); // (T, D)
+    for (const [layer, block] of [...this.blocks.entries()].reverse()) {
+      dX = yield* block.backward(dX, T, takeLayer(record, layer), gradients);
+    }
+    const isTied = this.head === this.embed;
+    const dEmbed = isTied ? dHead : new Float32Array(V * D);
+    if (!isTied) gradients["head.weight"] = dHead;
+    for (const [t, { token }] of record.entries()) {
+      for (let d = 0; d < D; d++) dEmbed[token * D + d] += dX[t * D + d];
+    }
+    gradients["embed.weight"] = dEmbed;
+    if (this.positions !== null) {
+      gradients["positions.weight"] = new Float32Array(this.positions.length);
+      gradients["positions.weight"].set(dX); // a text begins at position 0
+    }
+    return gradients;
   }
 
-  /** The learned embedding (D,) of a position, or null. */
-  getPosition(position) {
+  /** Entries of T tokens -> (T, D). */
+  embedTokens(entries) {
     const D = this.config.d_model;
-    return this.positions && this.positions.subarray(position * D, (position + 1) * D);
+    const x = new Float32Array(entries.length * D);
+    for (const [t, { embedding, positionEmbedding }] of entries.entries()) {
+      x.set(positionEmbedding ? add(embedding, positionEmbedding) : embedding, t * D);
+    }
+    return x;
   }
 
   /** Hidden (T, D) -> logits (T, V), by the head or, if tied, the embedding table. */
@@ -794,18 +937,80 @@ class GPT {
       token,
       position,
       embedding: this.embed.subarray(token * D, (token + 1) * D),
-      positionEmbedding: this.getPosition(position),
+      positionEmbedding: this.positions && this.positions.subarray(position * D, (position + 1) * D),
       layers: this.blocks.map(() => ({})),
     };
   }
 }
 
-/** Note rows (T, ...) under a name, one in each of T entries. */
-function keep(entries, name, rows) {
-  if (entries === null) return;
-  const width = rows.length / entries.length;
-  for (const [t, entry] of entries.entries()) {
+/** What a record has of one layer. */
+function takeLayer(record, layer) {
+  return record.map(({ layers }) => layers[layer]);
+}
+
+/** Note rows (T, ...) under a name, one in each of the last T entries. */
+function keep(entries, name, rows, T) {
+  const width = rows.length / T;
+  for (const [t, entry] of entries.slice(entries.length - T).entries()) {
     entry[name] = rows.subarray(t * width, (t + 1) * width);
+  }
+}
+
+/** The rows under a name as one array (T, ...): what `keep` took apart. */
+function gather(entries, name) {
+  const width = entries[0][name].length;
+  const rows = new Float32Array(entries.length * width);
+  for (const [t, entry] of entries.entries()) rows.set(entry[name], t * width);
+  return rows;
+}
+
+// -- learning ------------------------------------------------------------------------------------
+
+/** The mean loss, in nats, of the tokens of a record after those before them; NaN of a single one. */
+function computeLoss(record) {
+  let sum = 0;
+  for (let t = 0; t + 1 < record.length; t++) sum += surprise(record[t].logits, record[t + 1].token);
+  return sum / (record.length - 1);
+}
+
+/** -log of the probability that logits (V,) give to a token. */
+function surprise(logits, token) {
+  const highest = logits.reduce((a, b) => Math.max(a, b));
+  const sum = logits.reduce((total, logit) => total + Math.exp(logit - highest), 0);
+  return Math.log(sum) + highest - logits[token];
+}
+
+/** AdamW as `torch.optim.AdamW` has it, by default but for the rate; two moments for each weight. */
+class AdamW {
+  rate = 3e-4; // slow enough to watch
+  decay = 0.01;
+  betas = [0.9, 0.999];
+  eps = 1e-8;
+  step = 0;
+  moments = {};
+
+  /** Move each weight by its gradient, both by name. */
+  update(weights, gradients) {
+    this.step += 1;
+    const [beta1, beta2] = this.betas;
+    this.begun = this.betas.map((beta) => 1 - beta ** this.step); // as the moments begin at 0
+    for (const [name, gradient] of Object.entries(gradients)) {
+      const weight = weights[name];
+      this.moments[name] ??= [weight, weight].map(({ length }) => new Float32Array(length));
+      const [means, squares] = this.moments[name];
+      for (let i = 0; i < weight.length; i++) {
+        means[i] = beta1 * means[i] + (1 - beta1) * gradient[i];
+        squares[i] = beta2 * squares[i] + (1 - beta2) * gradient[i] ** 2;
+        const { mean, root } = this.measure(means, squares, i);
+        weight[i] = weight[i] * (1 - this.rate * this.decay) - (this.rate * mean) / root;
+      }
+    }
+  }
+
+  /** The mean of a weight's gradients, and the root of that of their squares: recent ones count most. */
+  measure(means, squares, i) {
+    const [begun1, begun2] = this.begun;
+    return { mean: means[i] / begun1, root: Math.sqrt(squares[i] / begun2) + this.eps };
   }
 }
 
@@ -818,14 +1023,15 @@ function keep(entries, name, rows) {
  * the final norm, and logits (V,). Each of `layers` has, in the order of computation:
  *
  *   x (D,)                                     the residual stream before the layer
- *   qNormed (H, K), kNormed (G, K)             after QK-norm, or as projected
- *   q (H, K), k (G, K)                         after RoPE, or as normed
+ *   qProjected (H, K), kProjected (G, K)
+ *   q (H, K), k (G, K)                         after QK-norm and RoPE
  *   v (G, K)
  *   scores (H, S), S = position + 1            with ALiBi; -∞ where a key is hidden
  *   weights (H, S)
  *   mixed (H, K)                               replaced where a head is off
  *   attn (D,)                                  what attention adds
  *   middle (D,)                                the residual stream after attention
+ *   up (d_ff,), gate (d_ff,)                   before the activation; gate with swiglu only
  *   inner (d_ff,)                              after the activation
  *   mlp (D,)                                   what the MLP adds
  */
@@ -834,7 +1040,6 @@ class Reader {
 
   constructor(gpt) {
     this.gpt = gpt;
-    this.cache = new KVCache(gpt.config);
     this.off = null; // what was off, as JSON
   }
 
@@ -851,12 +1056,22 @@ class Reader {
     let same = 0;
     while (same < tokens.length && this.record[same]?.token === tokens[same]) same++;
     this.record.length = same;
-    this.cache.truncate(same);
-    if (same < tokens.length) {
-      this.gpt.forward(tokens.slice(same), this.cache, { off, record: this.record });
-    }
+    if (same < tokens.length) this.gpt.forward(tokens.slice(same), this.record, off);
     return this.record.at(-1).logits;
   }
+
+  /** Forget what was read, as the weights have changed. */
+  forget() {
+    this.record.length = 0;
+    this.other?.forget();
+  }
+}
+
+/** What a vector (D,) that is added to the stream becomes behind the final norm, whose scale is held. */
+function passFinalNorm({ finalNorm }, entry, vector) {
+  const { scale } = finalNorm.measure(entry.x, 0);
+  const mean = finalNorm.takesMean ? vector.reduce((sum, x) => sum + x, 0) / vector.length : 0;
+  return vector.map((x, d) => (x - mean) * scale * finalNorm.weight[d]);
 }
 
 /** Attribute a token's logit to what was added to the residual stream ("direct logit attribution").
@@ -869,18 +1084,9 @@ class Reader {
 function attribute(gpt, entry, token) {
   const { d_model: D } = gpt.config;
   const norm = gpt.finalNorm;
-  const { scale } = norm.measure(entry.x, 0);
   const mean = gpt.meanHead;
   const head = gpt.head.subarray(token * D, (token + 1) * D).map((x, d) => x - mean[d]); // (D,)
-  // The direction of the residual stream that the logit grows in. A LayerNorm takes the mean of
-  // what it reads; that is the same as taking the mean of the direction.
-  const direction = new Float64Array(D);
-  for (let d = 0; d < D; d++) direction[d] = scale * norm.weight[d] * head[d];
-  if (!(norm instanceof RMSNorm)) {
-    const average = direction.reduce((sum, value) => sum + value, 0) / D;
-    direction.forEach((value, d) => (direction[d] = value - average));
-  }
-  const along = (added) => (added === null ? 0 : dot(added, 0, direction, 0, D));
+  const along = (added) => (added && dot(passFinalNorm(gpt, entry, added), 0, head, 0, D)) ?? 0;
   const parts = {
     embedding: along(entry.embedding),
     position: along(entry.positionEmbedding),
@@ -1245,8 +1451,13 @@ function decodeWeights(tensors, bytes) {
  */
 function openPage(document) {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const bytes = decodeBase64(document.getElementById("weights").textContent);
-  if (!bytes.length) return { data, gpt: null, tokenizer: null };
-  const gpt = new GPT(data.config, decodeWeights(data.tensors, bytes));
+  if (!document.getElementById("weights").textContent) return { data, gpt: null, tokenizer: null };
+  const gpt = new GPT(data.config, readWeights(document, data));
   return { data, gpt, tokenizer: createTokenizer(data.tokenizer) };
+}
+
+/** Read the weights by name that a page holds. */
+function readWeights(document, data) {
+  const bytes = decodeBase64(document.getElementById("weights").textContent);
+  return decodeWeights(data.tensors, bytes);
 }

@@ -1,6 +1,6 @@
 // The page: a text box, and all that the model makes of it. This file has what the reader chose,
 // what the model computes on it, and the first screen; sections.js and views.js show the rest.
-// Where a server gave it, ask.js has a chat, and remote.js is the page of a model that is too large.
+// Where a server gave it, ask.js has a chat, and the page of a model that is too large.
 //
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
@@ -23,6 +23,7 @@ const state = {
   key: null, // null: the strongest
   neuron: null, // null: the strongest
   off: { heads: [], mlps: [], layers: [], attentions: [] },
+  number: null, // of the embedding whose update is shown; null: the one of the largest gradient
   other: "", // the second text, from which parts that are off are taken
   hasTyped: false,
 };
@@ -35,6 +36,7 @@ let typing = null; // a timer, while a text that was typed waits to be read
 let updateTime = 0; // milliseconds that reading and showing a text took last
 const places = {}; // the elements that are filled again and again
 let textBox;
+let openingTokens; // of the text that the page opened with
 let written = ""; // what the box held when a text was written into it
 
 // -- what the model computes ---------------------------------------------------------------------
@@ -94,7 +96,7 @@ function compute() {
     config: reader.gpt.config,
     tokens,
     T,
-    entries: reader.record,
+    entries: [...reader.record], // which a step of learning empties
     at,
     entry,
     next,
@@ -119,6 +121,18 @@ function repeatsItself(tokens) {
 function explainNext(entry, behind) {
   const scores = continuation.adjust(entry.logits, continuation.tokens.length - behind);
   return scores.some((score) => score > -Infinity) ? explainFilters(scores, state.sample) : null;
+}
+
+/** What logits (V,) at the selected place make likely, before the filters: probabilities (V,). */
+function expect(logits) {
+  const count = continuation.tokens.length - (now.T - 1 - now.at);
+  const temperature = getTemperature();
+  return softmax(continuation.adjust(logits, count).map((score) => score / temperature));
+}
+
+/** The temperature of all that is expected; 0 takes the likeliest, and is shown as 1. */
+function getTemperature() {
+  return state.sample.temperature || 1; // as `explainFilters` has it
 }
 
 // -- what the reader does ------------------------------------------------------------------------
@@ -165,17 +179,6 @@ function switchAllOn() {
   update();
 }
 
-/** Write the text a second time, so that the model can continue a repetition. */
-function repeatText() {
-  pause();
-  readTyped();
-  const text = getText().trim();
-  readText(`${text}${/\s/.test(text) ? "\n" : ""}${text}`);
-  state.hasTyped = true;
-  state.place = Math.max(0, continuation.context.length - 2);
-  showText();
-}
-
 /** Show a text that was not typed. */
 function showText() {
   writeBox(getText());
@@ -208,6 +211,7 @@ const DELAY = 60; // milliseconds between two tokens, slow enough to watch
 
 /** Draw a token after the other until the text ends, the reader stops it, or there are many. */
 function generate() {
+  pause();
   let left = data.sample.max_new_tokens;
   const step = () => {
     drawNext();
@@ -223,6 +227,7 @@ function generate() {
 function pause() {
   clearTimeout(timer);
   timer = null;
+  if (learning) learning.run = null;
   showControls();
 }
 
@@ -240,6 +245,7 @@ function showControls() {
   places.generate.disabled = timer === null && hasEnded;
   places.oneStep.disabled = hasEnded;
   places.stepBack.disabled = continuation.tokens.length === 0;
+  showLearnControls();
 }
 
 function showTokens() {
@@ -247,10 +253,12 @@ function showTokens() {
   const { children } = places.tokens;
   for (const [place, token] of now.tokens.entries()) {
     // What is shown already stays, as a key changes few of them.
-    const shown = [token, place === now.at, place >= nPrompt].join();
+    const surprising = learning && place > 0 ? measureSurprise(place) : null;
+    const shown = [token, place === now.at, place >= nPrompt, surprising].join();
     if (children[place]?.dataset.shown === shown) continue;
     const chip = makeChip(token, place, "chip", sayText("inText", { place }));
     if (place >= nPrompt) chip.classList.add("drawn");
+    if (surprising !== null) tint(chip, surprising);
     chip.dataset.shown = shown;
     if (children[place]) children[place].replaceWith(chip);
     else places.tokens.append(chip);
@@ -263,6 +271,7 @@ function showTokens() {
   const total = continuation.promptTokens.length + continuation.tokens.length;
   const notes = [
     say("tokensHelp"),
+    learning ? say("surpriseHelp") : null,
     continuation.tokens.length ? say("writtenHelp") : null,
     hasBytes ? say("bytesHelp") : null,
     ...special.map(([, token]) => say("specialHelp", { token: label(token) })),
@@ -276,6 +285,11 @@ function showTokens() {
     places.tokensHelp,
     notes.filter(Boolean).flatMap((note) => [...note, " "]),
   );
+}
+
+/** How unlikely the token at a place was after those before it: 0 if it was certain, up to 1. */
+function measureSurprise(place) {
+  return 1 - softmax(now.entries[place - 1].logits)[now.tokens[place]];
 }
 
 /** A slider over the values of a filter, with its value and a sentence on what it does. */
@@ -304,8 +318,7 @@ function makeFilterSlider(name, listed) {
   });
   return make(
     "div",
-    {},
-    make("label", { for: id }, say(name), " ", make("small", {}, say(`${name}Help`))),
+    make("label", { for: id }, say(name), " ", make("small", say(`${name}Help`))),
     input,
     output,
   );
@@ -325,38 +338,23 @@ function makeFilterSliders() {
 }
 
 function makeSeedField() {
-  const change = () => {
-    if (!input.checkValidity()) return;
-    state.sample.seed = Number(input.value);
+  const change = (seed) => {
+    state.sample.seed = seed;
     if (gpt) update();
   };
-  const value = state.sample.seed;
-  const input = make("input", {
-    type: "number",
-    id: "seed",
-    min: 0,
-    max: Number.MAX_SAFE_INTEGER,
-    required: "",
-    value,
-  });
-  input.addEventListener("input", change);
   return make(
     "div",
-    {},
-    make("label", { for: "seed" }, say("seed"), " ", make("small", {}, say("seedHelp"))),
-    input,
+    make("label", { for: "seed" }, say("seed"), " ", make("small", say("seedHelp"))),
+    makeNumberField("seed", Number.MAX_SAFE_INTEGER, state.sample.seed, change),
   );
 }
 
-/** The settings of the run that no slider moves, where they do something. */
-function listOtherSettings() {
-  const { repetition_penalty, presence_penalty, frequency_penalty, bias, ban, stop } = data.sample;
-  const others = { repetition_penalty, presence_penalty, frequency_penalty };
-  const set = Object.entries(others).filter(([name, value]) => value !== (name[0] === "r" ? 1 : 0));
-  const lists = Object.entries({ bias: Object.keys(bias), ban, stop }).filter(
-    ([, all]) => all.length,
-  );
-  return [...set.map(([name, value]) => `${name} ${value}`), ...lists.map(([name]) => name)];
+/** A field for a whole number from 0 to `max`; `change` gets each that is typed. */
+function makeNumberField(id, max, value, change) {
+  const onchange = () => input.checkValidity() && change(Number(input.value));
+  const options = { type: "number", id, min: 0, max, required: "", value, onchange };
+  const input = make("input", { ...options, "data-focus": id });
+  return input;
 }
 
 /** Links to the parts of the page, those that are closed open; and how the page is read. */
@@ -373,12 +371,7 @@ function makeNavigation(parts) {
   });
   const other = language === "zh" ? "en" : "zh";
   const options = { id: "language", lang: other, onclick: () => switchLanguage(other) };
-  const { classList } = document.documentElement;
-  const enlarge = ({ currentTarget }) =>
-    currentTarget.setAttribute("aria-pressed", String(classList.toggle("large")));
-  const isLarge = String(classList.contains("large"));
-  const size = make("button", { "aria-pressed": isLarge, onclick: enlarge }, say("large"));
-  return make("nav.row", {}, links, size, make("button", options, LANGUAGES[other]));
+  return make("nav.row", links, make("button", options, LANGUAGES[other]));
 }
 
 /** The name of the run, and one sentence. */
@@ -389,9 +382,8 @@ function makeHeader() {
   const size = sayText(data.step ? "sizeTrained" : "size", facts); // an imported model has no steps
   return make(
     "header.row",
-    {},
-    make("h1", {}, data.name),
-    make("p", {}, say(gpt ? "lead" : "leadRemote", { size })),
+    make("h1", data.name),
+    make("p", say(gpt ? "lead" : "leadRemote", { size })),
   );
 }
 
@@ -400,39 +392,32 @@ function countWeights() {
   return data.tensors.reduce((total, { shape }) => total + count(shape), 0);
 }
 
-/** The sliders of the filters, and what they remove. */
+/** The sliders of the filters, and the seed. */
 function makeSettings() {
-  const others = listOtherSettings();
-  const settings = make("details", { id: "settings" }, make("summary", {}, say("settingsHeading")));
-  settings.open = document.getElementById("settings")?.open ?? false; // as it was
-  settings.append(
-    make(
-      "div",
-      {},
-      make("div.bars", {}, makeFilterSliders(), makeSeedField()),
-      makePlace("filters", "div.removed", { "aria-live": "polite" }),
-      others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
-    ),
+  return makeKeptOpen(
+    "details",
+    { id: "settings" },
+    say("settingsHeading"),
+    make("div.bars", makeFilterSliders(), makeSeedField()),
   );
-  return settings;
 }
 
 /** An element that is filled again and again. */
-function makePlace(name, tag, options = {}, ...children) {
-  return (places[name] = make(tag, options, ...children));
+function makePlace(name, tag, ...parts) {
+  return (places[name] = make(tag, ...parts));
 }
 
-/** The text, what one can do with it, and its tokens. */
+/** What opens when its title is pressed, and is as open as it was before the page was built anew. */
+function makeKeptOpen(tag, options, title, ...children) {
+  const details = make(tag, options, make("summary", title), children);
+  details.open = document.getElementById(options.id)?.open ?? false;
+  return details;
+}
+
+/** The text, and what one can do with it. */
 function makeTextCard(...parts) {
-  return make(
-    "section.card",
-    { id: "top" },
-    make("label", { for: "text" }, make("h2", {}, say("yourText"))),
-    parts,
-    makePlace("tokensHeading", "h3"),
-    makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
-    makePlace("tokensHelp", "p.note"),
-  );
+  const heading = make("label", { for: "text" }, make("h2", say("yourText")));
+  return make("section.card", { id: "top" }, heading, parts);
 }
 
 /** The box of the text, with the text that it had. */
@@ -448,7 +433,7 @@ function makeOtherBox() {
   const change = () => choose({ other: box.value });
   const box = make("textarea", { id: "other", rows: 1, spellcheck: "false", oninput: change });
   box.value = state.other;
-  return [make("p", {}, make("label", { for: "other" }, say("otherHeading"))), box];
+  return [make("p", make("label", { for: "other" }, say("otherHeading"))), box];
 }
 
 /** Write a text into the box, which makes \n of each \r and \r\n. */
@@ -473,16 +458,9 @@ function buildPage() {
     else typing = setTimeout(update, 200);
   };
   const fold = (name, heading, ...parts) => {
-    const details = make(
-      "details.card",
-      { id: name },
-      make("summary", {}, make("h2", {}, say(heading))),
-      parts,
-      makePlace(name, "div"),
-    );
-    details.open = document.getElementById(name)?.open ?? false; // as it was
-    details.addEventListener("toggle", () => update());
-    return details;
+    const options = { id: name, ontoggle: () => update() };
+    const title = make("h2", say(heading));
+    return makeKeptOpen("details.card", options, title, parts, makePlace(name, "div"));
   };
   makePlace("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
   makePlace("oneStep", "button", { onclick: drawOne }, say("oneStep"));
@@ -494,14 +472,17 @@ function buildPage() {
     makeChat(),
     make(
       "div.journey",
-      {},
       makeTextCard(
         makeTextBox(type, pause), // as each drawn token would move the cursor
-        make("div.row", {}, places.generate, places.oneStep, places.stepBack),
+        make("div.row", places.generate, places.oneStep, places.stepBack),
+        makeLearning(),
+        makePlace("tokensHeading", "h3"),
+        makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
+        makePlace("tokensHelp", "p.note"),
+        makeLastStep(),
       ),
       make(
         "section.card",
-        {},
         makePlace("expectHeading", "h2"),
         makePlace("outcome", "p.outcome", { "aria-live": "polite" }),
         makePlace("expect", "div"),
@@ -510,7 +491,7 @@ function buildPage() {
       make(
         "section.card",
         { id: "path" },
-        make("h2", {}, say("pathHeading")),
+        make("h2", say("pathHeading")),
         makePlace("pathHelp", "p"),
         makePlace("path", "div"),
       ),
@@ -518,7 +499,7 @@ function buildPage() {
     ),
     fold("kinds", "kindsHeading"),
     fold("cause", "causeHeading", makeOtherBox()),
-    make("footer.note", {}, say(data.server ? "footServed" : "foot")),
+    make("footer.note", say(data.server ? "footServed" : "foot")),
     makePlace("off", "div.off.row", { role: "status" }),
     makePlace("spoken", "div.spoken", { "aria-live": "polite" }),
   );
@@ -545,6 +526,7 @@ function update() {
   compute();
   showControls();
   showTokens();
+  showLearning();
   showExpectation();
   showPath();
   showStation();
@@ -568,13 +550,13 @@ function openModel(text) {
     for (let n = 0; n < 24 && continuation.finishReason === null; n++) continuation.next();
     readText(continuation.text.trim());
   }
-  // The last but one: there one sees what came.
-  const length = continuation.context.length;
-  state.place = length > 1 ? length - 2 : null;
+  openingTokens = continuation.context;
+  // Of a text that nobody asked for the last but one: there one sees what came.
+  state.place = data.prompt || openingTokens.length < 2 ? null : openingTokens.length - 2;
   showText();
 }
 
 if (gpt) {
   darkMode.addEventListener("change", update);
   openModel(data.prompt || data.held_out);
-} else openRemotePage();
+} else buildRemotePage();

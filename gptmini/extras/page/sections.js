@@ -5,8 +5,6 @@
 // -- what comes next -----------------------------------------------------------------------------
 
 const MAX_EXPECTED = 10;
-let shown = { text: "", at: 0, chances: null }; // what was expected, by token
-let edited = null; // `chances` before the text was edited
 
 /** The rows to show: the likeliest, also of those before something was switched off. */
 function selectExpected() {
@@ -20,42 +18,33 @@ function selectExpected() {
 
 /** Bars of the next token: pale is expected, solid can be drawn, outlined was expected before. */
 function makeExpectation() {
-  if (now.rows === null) return make("p", {}, say("noToken"));
+  if (now.rows === null) return make("p", say("noToken"));
   const rows = selectExpected();
   const came = now.rows.find(({ token }) => token === now.next);
   // The row of what came has its place, so that nothing below moves.
   const isApart = came && !rows.includes(came);
-  const last = isApart ? makeExpectedRow(came) : make("div.expected.empty", {}, "\u00a0");
-  return make("div.bars", {}, rows.map(makeExpectedRow), last);
+  const last = isApart ? makeExpectedRow(came) : make("div.expected.empty", "\u00a0");
+  return make("div.bars", rows.map(makeExpectedRow), last);
 }
 
 function makeExpectedRow({ token, probability, chance, removedBy }) {
   const before = now.before?.get(token);
-  const outlined = (now.before ?? edited)?.get(token);
   const parts = [
     ["pale", probability],
     ["solid", chance],
   ];
-  if (outlined !== undefined) parts.push(["before", outlined]);
+  if (before !== undefined) parts.push(["before", before]);
   const classes = [token === now.next ? ".came" : "", removedBy === null ? "" : ".gone"].join("");
   let number = formatPercent(probability);
   if (before !== undefined) number = `${formatPercent(before).replace(" %", "")} → ${number}`;
-  const why = removedBy === null || before !== undefined ? null : make("small", {}, say(removedBy));
+  const why = removedBy === null || before !== undefined ? null : make("small", say(removedBy));
   return make(
     `div.expected${classes}`,
     { "data-token": token },
     label(token),
     makeBar(...parts),
-    make("span.number", {}, why, why && " ", make("span", {}, number)),
+    make("span.number", why, why && " ", make("span", number)),
   );
-}
-
-/** Keep what was expected before an edit, until a token is drawn or another place is chosen. */
-function rememberExpectation() {
-  const text = now.tokens.join();
-  if (text !== shown.text) edited = continuation.tokens.length ? null : shown.chances;
-  else if (now.at !== shown.at) edited = null;
-  shown = { text, at: now.at, chances: now.rows && mapChances(now.rows) };
 }
 
 function mapChances(rows) {
@@ -63,7 +52,6 @@ function mapChances(rows) {
 }
 
 function showExpectation() {
-  rememberExpectation();
   let outcome = say("expectOpen");
   if (now.next !== null && now.rows !== null) {
     const rank = now.rows.findIndex(({ token }) => token === now.next);
@@ -72,7 +60,7 @@ function showExpectation() {
   } else if (continuation.finishReason !== null) {
     outcome = say(`finished.${continuation.finishReason}`);
   }
-  const temperature = state.sample.temperature || 1; // as `explainFilters` has it
+  const temperature = getTemperature();
   const key = (name) => make(`i.key.${name}`);
   fill(places.expectHeading, say("expectHeading", { token: label(now.tokens[now.at]) }));
   fill(places.outcome, outcome);
@@ -80,35 +68,10 @@ function showExpectation() {
     places.expect,
     make(
       "p.note",
-      {},
       say("barsHelp", { pale: key("pale"), temperature, solid: key("solid") }),
-      now.before || edited
-        ? say(now.before ? "barsHelpBefore" : "barsHelpEdited", { before: key("before") })
-        : "",
+      now.before ? say("barsHelpBefore", { before: key("before") }) : "",
     ),
     makeExpectation(),
-  );
-  fill(places.filters, summarizeFilters());
-}
-
-function summarizeFilters() {
-  if (now.rows === null) return [];
-  const sums = new Map();
-  for (const { removedBy, probability } of now.rows) {
-    if (removedBy === null) continue;
-    const [count, share] = sums.get(removedBy) ?? [0, 0];
-    sums.set(removedBy, [count + 1, share + probability]);
-  }
-  return Array.from(sums, ([name, [count, share]]) =>
-    make(
-      "p.note",
-      {},
-      say("removed", {
-        name: sayText(name),
-        count: formatCount(count),
-        share: formatPercent(Math.min(1, share)),
-      }),
-    ),
   );
 }
 
@@ -138,7 +101,7 @@ function showPath() {
   const large = Math.min(state.layer, now.config.n_layer - 1);
   const streams = [...now.entry.layers.map(({ x }) => x), now.entry.x];
   const chances = streams.map(readEarly);
-  const guess = (n) => make("small.guess", {}, sayGuess(chances[n]));
+  const guess = (n) => make("small.guess", sayGuess(chances[n]));
   const ranks = chances.map((each) => 1 + each.filter((p) => p > each[now.target]).length);
   const station = (id, name, info, isOff = false) =>
     make(
@@ -149,15 +112,14 @@ function showPath() {
         "data-station": id,
         onclick: () => openStation(id),
       },
-      make("span", {}, name),
+      make("span", name),
       info,
     );
-  const note = (words) => make("small", {}, words);
+  const note = (words) => make("small", words);
   const part = (id, name, layer, isOff) => {
     const length = formatReal(measureLength(now.entry.layers[layer][name]), 1);
     return make(
       "li.part",
-      {},
       station(id, say("throughNorm", { part: say(name) }), note(say("adds", { length })), isOff),
     );
   };
@@ -165,14 +127,12 @@ function showPath() {
     const isOff = isLayerOff(state.off, layer);
     const name = say("layerName", { layer });
     if (layer !== large)
-      return make("li.stream.line", {}, station(`attn:${layer}`, name, guess(layer + 1), isOff));
+      return make("li.stream.line", station(`attn:${layer}`, name, guess(layer + 1), isOff));
     return make(
       "li.stream.layer",
-      {},
-      make("div", {}, make("b", {}, name), guess(layer + 1)),
+      make("div", make("b", name), guess(layer + 1)),
       make(
         "ol",
-        {},
         part(`attn:${layer}`, "attn", layer, areHeadsOff(layer)),
         part(`mlp:${layer}`, "mlp", layer, isMlpOff(state.off, layer)),
       ),
@@ -181,18 +141,18 @@ function showPath() {
   const list = make(
     "ol",
     { "aria-label": sayText("pathHeading") },
-    make("li", {}, station("tokens", say("tokens"), note(formatCount(now.T)))),
-    make("li.stream", {}, station("embed", say("embed"), guess(0))),
+    make("li", station("tokens", say("tokens"), note(formatCount(now.T)))),
+    make("li.stream", station("embed", say("embed"), guess(0))),
     layers,
-    make("li", {}, station("head", say("head"), note(sayTop(softmax(now.entry.logits))))),
-    make("li", {}, station("draw", say("draw"), note(`${sayText("seed")} ${state.sample.seed}`))),
+    make("li", station("head", say("head"), note(sayTop(expect(now.entry.logits))))),
+    make("li", station("draw", say("draw"), note(`${sayText("seed")} ${state.sample.seed}`))),
   );
   rove(list, (button) => openStation(button.dataset.station, false));
   fill(
     places.path,
     list,
-    make("p.ranks", {}, say("ranks", { token: label(now.target), ranks: ranks.join(" → ") })),
-    make("p.note", {}, say("streamHelp", { width: now.config.d_model })),
+    make("p.ranks", say("ranks", { token: label(now.target), ranks: ranks.join(" → ") })),
+    make("p.note", say("streamHelp", { width: now.config.d_model })),
   );
   fill(places.pathHelp, say("pathHelp", { token: labelAt(now.at) }));
 }
@@ -236,28 +196,26 @@ function showStation() {
   const facts = { shape, formula, code: `${code[0]}: ${code[1]}` };
   fill(
     places.station,
-    make("h3", {}, nameStation(state.station)),
-    make("p", {}, plain),
+    make("h3", nameStation(state.station)),
+    make("p", plain),
     body,
-    makeStep("facts", say("factsHeading"), () =>
-      make(
-        "dl.facts",
-        {},
-        Object.entries(facts)
-          .filter(([, value]) => value)
-          .map(([key, value]) => [
-            make("dt", {}, say(key)),
-            make("dd", {}, make("code", {}, value)),
-          ]),
-      ),
-    ),
-    make("div.row.go", {}, go(-1, "previousStation"), go(1, "nextStation")),
+    makeStep("facts", say("factsHeading"), () => makeFacts(facts)),
+    make("div.row.go", go(-1, "previousStation"), go(1, "nextStation")),
+  );
+}
+
+/** A list of names and what stands in code under each. */
+function makeFacts(facts) {
+  const pairs = Object.entries(facts).filter(([, value]) => value);
+  return make(
+    "dl.facts",
+    pairs.map(([key, value]) => [make("dt", say(key)), make("dd", make("code", value))]),
   );
 }
 
 /** A step of a station, which is made when it opens. One is open, and stays so at each update. */
 function makeStep(name, title, fill) {
-  const step = makeFold(make("h4", {}, title), fill);
+  const step = makeFold(make("h4", title), fill);
   step.setAttribute("name", "step");
   step.firstChild.dataset.focus = `step-${name}`;
   if (state.opened === name) {
@@ -292,7 +250,6 @@ function showKinds() {
     .heads()
     .flatMap((row, layer) => row.map((shares, head) => ({ layer, head, shares })));
   const kinds = listKinds();
-  const repeats = now.repeats();
   const rows = heads.map(({ layer, head, shares }) =>
     makeRow(
       `kinds-${layer}-${head}`,
@@ -302,45 +259,8 @@ function showKinds() {
       () => openHead(layer, head, true),
     ),
   );
-  const best = heads.reduce((a, b) => (b.shares.induction > a.shares.induction ? b : a));
-  const item = [best.layer, best.head];
-  fill(
-    places.kinds,
-    make("p", {}, say("kindsHelp")),
-    makeTable("kinds", [say("toKinds"), ...kinds.map((name) => say(name))], rows),
-    make("h3", {}, say("tryHeading")),
-    make(
-      "p",
-      {},
-      say("tryRepeat"),
-      repeats ? [" ", ...say("trySwitch", { head: nameHead(...item) })] : "",
-    ),
-    make(
-      "div.row",
-      {},
-      make("button", { onclick: repeatText, "data-focus": "repeat" }, say("repeat")),
-      repeats ? makeSwitch(isHeadOff(state.off, ...item), "heads", item, "induction-switch") : null,
-    ),
-    sayHalves(),
-  );
-}
-
-/** How well the model expects each half of the text: the second repeats the first, if it does. */
-function sayHalves() {
-  const half = Math.floor(now.T / 2);
-  const rate = (entries, from, to) => {
-    let sum = 0;
-    for (let t = from; t < to; t++) sum += softmax(entries[t - 1].logits)[now.tokens[t]];
-    return formatPercent(sum / (to - from));
-  };
-  if (half < 2) return null;
-  const tell = (from, to) => {
-    const rates = [rate(now.entries, from, to)];
-    if (now.before !== null) rates.unshift(rate(readers.whole.record, from, to));
-    return make("b", {}, rates.join(" → "));
-  };
-  const halves = { first: tell(1, half), second: tell(half + 1, now.T) };
-  return make("p.halves", {}, say("halves", halves));
+  const columns = [say("toKinds"), ...kinds.map((name) => say(name))];
+  fill(places.kinds, make("p", say("kindsHelp")), makeTable("kinds", columns, rows));
 }
 
 // -- what is switched off ------------------------------------------------------------------------
@@ -354,7 +274,7 @@ function makeChange() {
     before: formatPercent(now.before.get(token)),
     after: formatPercent(probability),
   };
-  return make("span.change", {}, say("changed", values));
+  return make("span.change", say("changed", values));
 }
 
 /** The bar at the bottom of the window: what is off, what that did, and the way back. */
@@ -395,8 +315,8 @@ function showCause() {
         "data-focus": `cell-${list}-${item}`,
         onclick: () => toggleOff(list, item),
       },
-      make("span", {}, name),
-      share === null ? null : make("b", {}, formatReal(share, 2)),
+      make("span", name),
+      share === null ? null : make("b", formatReal(share, 2)),
     );
     if (share !== null) {
       button.style.setProperty("--share", `${Math.round((70 * Math.abs(share)) / scale)}%`);
@@ -407,8 +327,7 @@ function showCause() {
   const rows = range(now.config.n_layer).map((layer) =>
     make(
       "div.parts",
-      {},
-      make("small", {}, say("layerName", { layer })),
+      make("small", say("layerName", { layer })),
       parts.heads[layer].map((share, head) =>
         cell("heads", [layer, head], sayText("headName", { head }), share),
       ),
@@ -427,10 +346,10 @@ function showCause() {
   };
   fill(
     places.cause,
-    make("p.note", {}, say("otherHelp", { here: now.T, there: now.other?.length ?? 0 })),
-    make("p", {}, say("causeHelp", { token: label(now.target) })),
+    make("p.note", say("otherHelp", { here: now.T, there: now.other?.length ?? 0 })),
+    make("p", say("causeHelp", { token: label(now.target) })),
     rows,
-    make("p.note", {}, say("causeSum", sums)),
+    make("p.note", say("causeSum", sums)),
   );
   rove(places.cause);
 }

@@ -50,15 +50,11 @@ function spellCharacters(text) {
 }
 
 function spellNodes(token) {
-  return markSymbols(spell(token));
-}
-
-function markSymbols(pairs) {
-  return pairs.map(([text, isSymbol]) => (isSymbol ? make("span.symbol", {}, text) : text));
+  return spell(token).map(([text, isSymbol]) => (isSymbol ? make("span.symbol", text) : text));
 }
 
 function label(token) {
-  return make("span.label", {}, spellNodes(token));
+  return make("span.label", spellNodes(token));
 }
 
 function spellText(token) {
@@ -69,7 +65,7 @@ function spellText(token) {
 
 /** A token of the text with its place: two of one spelling are told apart. */
 function labelAt(place) {
-  return make("span.place", {}, make("small", {}, `${place} `), label(now.tokens[place]));
+  return make("span.place", make("small", `${place} `), label(now.tokens[place]));
 }
 
 /** The tokens of the text as boxes, filled by `shares` (T,) of 0 to 1, or null where blind. */
@@ -99,23 +95,17 @@ function makeChip(token, place, group, title) {
 
 // -- what several stations need ------------------------------------------------------------------
 
-/** What a vector (D,) that is added to the stream adds to the logits (V,), less its mean over them.
- *
- * It goes through the last norm, whose scale is held.
- */
+/** What a vector (D,) that is added to the stream adds to the logits (V,), less its mean over them. */
 function readThroughHead(vector) {
-  const { finalNorm, head, config, meanHead } = now.gpt;
-  const D = config.d_model;
-  const { scale } = finalNorm.measure(now.entry.x, 0);
-  const mean = finalNorm instanceof RMSNorm ? 0 : vector.reduce((sum, x) => sum + x, 0) / D;
-  const read = vector.map((x, d) => (x - mean) * scale * finalNorm.weight[d]);
-  const shared = dot(read, 0, meanHead, 0, D);
+  const { head, meanHead } = now.gpt;
+  const read = passFinalNorm(now.gpt, now.entry, vector);
+  const shared = dot(read, 0, meanHead, 0, read.length);
   return multiply(read, head, null, 1).map((logit) => logit - shared);
 }
 
 /** What the head would expect if the model ended with this stream (D,): probabilities (V,). */
 function readEarly(stream) {
-  return softmax(now.gpt.computeLogits(now.gpt.finalNorm.forward(stream), 1));
+  return expect(now.gpt.computeLogits(now.gpt.finalNorm.forward(stream), 1));
 }
 
 const MIN_CHANCE = 1e-5; // tokens that training never met stay below it
@@ -138,13 +128,8 @@ function showPushes(vector) {
   return rows.map(([name, tokens]) =>
     make(
       "p.pushes",
-      {},
-      make("b", {}, say(name)),
-      tokens.map((token) => [
-        " ",
-        label(token),
-        make("small", {}, ` ${formatReal(logits[token], 2)}`),
-      ]),
+      make("b", say(name)),
+      tokens.map((token) => [" ", label(token), make("small", ` ${formatReal(logits[token], 2)}`)]),
     ),
   );
 }
@@ -168,10 +153,10 @@ const STATIONS = {
         ...say(TOKENIZER_WORDS[tokenizer.kind] ?? "tokenizerBpe"),
       ],
       body: [
-        make("p", {}, say("textFacts", counts)),
+        make("p", say("textFacts", counts)),
         range(now.T)
           .slice(Math.max(0, now.at - 4), now.at + 5)
-          .map((place) => make("div", {}, labelAt(place), ` → ${formatCount(now.tokens[place])}`)),
+          .map((place) => make("div", labelAt(place), ` → ${formatCount(now.tokens[place])}`)),
       ],
       shape: `text → (T,) = (${now.T},)`,
       code: [
@@ -194,7 +179,6 @@ const STATIONS = {
       body: [
         make(
           "p",
-          {},
           say(hints[now.config.position] ?? "embedLater"),
           now.config.tie_embeddings ? [" ", ...say("tiedHelp")] : "",
         ),
@@ -211,16 +195,16 @@ const STATIONS = {
   mlp: (layer) => showMlp(layer),
 
   head: () => {
-    const { x, hidden, logits } = now.entry;
+    const { x, logits } = now.entry;
     const D = now.config.d_model;
-    const chances = softmax(logits);
+    const chances = expect(logits);
     return {
       plain: [
         ...say("headPlain", { vocabulary: formatCount(logits.length) }),
         now.config.tie_embeddings ? [" ", ...say("headTied")] : "",
       ],
       body: [
-        make("p", {}, say("softmaxPlain")),
+        make("p", say("softmaxPlain", { temperature: getTemperature() })),
         makeBars(
           findTop(logits, 8).map((token) => [
             label(token),
@@ -228,15 +212,7 @@ const STATIONS = {
             `${formatReal(logits[token], 2)} → ${formatPercent(chances[token])}`,
           ]),
         ),
-        makeStep("stream", say("lastNormHeading"), () =>
-          make(
-            "div",
-            {},
-            showNorm(now.gpt.finalNorm, x),
-            makeVectors({ [sayText("streamBefore")]: x }),
-            makeVectors({ [sayText("streamAfter")]: hidden }),
-          ),
-        ),
+        showNorm(now.gpt.finalNorm, x),
       ],
       shape: `(T, D) → (T, V) = (${now.T}, ${D}) → (${now.T}, ${logits.length})`,
       formula: "logits = norm(x) · Wᵀ; pᵢ = exp(logitᵢ) / Σⱼ exp(logitⱼ)",
@@ -260,13 +236,7 @@ function showNorm(norm, before) {
     norm instanceof RMSNorm
       ? "x / √(mean(x²) + ε) · weight"
       : `(x − mean) / √(variance + ε) · weight${norm.bias === null ? "" : " + bias"}`;
-  return make(
-    "p",
-    {},
-    say("normPlain", { root: formatReal(1 / scale) }),
-    " ",
-    make("code", {}, formula),
-  );
+  return make("p", say("normPlain", { root: formatReal(1 / scale) }), " ", make("code", formula));
 }
 
 /** The step that shows the stream before a part of a layer and after it. */
@@ -275,22 +245,21 @@ function makeStreamStep(norm, before, after) {
   return makeStep("stream", say("streamHeading"), () =>
     make(
       "div",
-      {},
       showNorm(norm, before),
-      make("p", {}, say("addPlain")),
+      make("p", say("addPlain")),
       makeVectors(Object.fromEntries([line("streamBefore", before), line("streamAfter", after)])),
     ),
   );
 }
 
 function showDraw() {
-  if (now.rows === null) return [make("p", {}, say("noToken"))];
+  if (now.rows === null) return [make("p", say("noToken"))];
   const drawn = now.tokens.length - now.at - 1; // tokens that stand behind the selected one
   const count = continuation.tokens.length - drawn;
-  if (count < 0) return [make("p", {}, say("drawTyped"))];
+  if (count < 0) return [make("p", say("drawTyped"))];
   const { seed, temperature } = state.sample;
   const rows = listDrawable(now.rows, state.sample);
-  if (temperature === 0) return [make("p", {}, say("drawGreedy", { token: label(rows[0].token) }))];
+  if (temperature === 0) return [make("p", say("drawGreedy", { token: label(rows[0].token) }))];
   const random = drawUniform(seed, 0, count);
   const chosen = sampleToken(rows, random);
   const segments = rows.map(({ token, chance }) => {
@@ -299,7 +268,7 @@ function showDraw() {
   });
   const needle = make("b.needle", { style: { left: `${100 * random}%` } });
   const values = { random: formatReal(random, 4), token: label(chosen), seed, count };
-  return [make("div.segments", {}, segments, needle), make("p", {}, say("drawNumber", values))];
+  return [make("div.segments", segments, needle), make("p", say("drawNumber", values))];
 }
 
 // -- attention -----------------------------------------------------------------------------------
@@ -364,16 +333,15 @@ function showAttention(layer) {
       ),
       make(
         "div.row",
-        {},
-        make("b", {}, nameHead(layer, head)),
+        make("b", nameHead(layer, head)),
         makeSwitch(isOff, "heads", [layer, head], "head-switch"),
       ),
-      make("h4", {}, say("mapHeading", { layer, head })),
+      make("h4", say("mapHeading", { layer, head })),
       makeLargeMap(layer, head, key),
-      make("p.note", {}, say("mapHelp")),
-      make("h4", {}, say("readsHeading", { token: labelAt(now.at) })),
+      make("p.note", say("mapHelp")),
+      make("h4", say("readsHeading", { token: labelAt(now.at) })),
       shadeTokens(shares, (k) => (shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`)),
-      make("h4", {}, say("stepsHeading", { query: labelAt(now.at), key: labelAt(key) })),
+      make("h4", say("stepsHeading", { query: labelAt(now.at), key: labelAt(key) })),
       showArithmetic(layer, head, key),
       makeStreamStep(now.gpt.blocks[layer].attnNorm, x, middle),
     ],
@@ -402,9 +370,9 @@ function makeHeadTile(layer, head, isChosen) {
       "data-focus": `tile-${layer}-${head}`,
       onclick: () => openHead(layer, head),
     },
-    make("b", {}, say("headName", { head })),
+    make("b", say("headName", { head })),
     drawHead(make("canvas.hatched"), layer, head, 64),
-    make("small", {}, describeHead(layer, head)),
+    make("small", describeHead(layer, head)),
   );
 }
 
@@ -420,7 +388,7 @@ function makeLargeMap(layer, head, key) {
     mark.style.left = percent(k);
     mark.style.top = percent(q);
     const values = { query: labelAt(q), key: labelAt(k) };
-    const weight = make("b", {}, formatPercent(weightsOf(q, layer, head)[k] ?? 0));
+    const weight = make("b", formatPercent(weightsOf(q, layer, head)[k] ?? 0));
     fill(readout, say(canSee(layer, q, k) ? "mapCell" : "mapBlind", { ...values, weight }));
   };
   const find = (event) => {
@@ -475,7 +443,7 @@ function makeLargeMap(layer, head, key) {
     return make("span", { style }, `${place} `, spellNodes(now.tokens[place]));
   });
   const style = { "grid-template-rows": `repeat(${T}, minmax(0, 1fr))` };
-  return make("div.map", {}, readout, make("div.names", { style }, names), frame);
+  return make("div.map", readout, make("div.names", { style }, names), frame);
 }
 
 /** The steps of all that one head computes for one query and one key. */
@@ -489,26 +457,24 @@ function showArithmetic(layer, head, key) {
   const q = part(query.q, head);
   const k = part(looked.k, g);
   const step = (name, ...fill) =>
-    makeStep(name, say(`${name}Heading`), () => make("div", {}, ...fill.map((each) => each())));
+    makeStep(name, say(`${name}Heading`), () => make("div", ...fill.map((each) => each())));
   return [
     step(
       "qkv",
-      () => make("p", {}, say("qkvPlain"), attn.qNorm === null ? "" : [" ", ...say("qkNormHelp")]),
+      () => make("p", say("qkvPlain"), attn.qNorm === null ? "" : [" ", ...say("qkNormHelp")]),
       () =>
         makeVectors({
           [sayText("queryOf", { token: labelAt(now.at) })]: q,
           [sayText("keyOf", { token: labelAt(key) })]: k,
         }),
       () => makeVectors({ [sayText("valueOf", { token: labelAt(key) })]: part(looked.v, g) }),
-      () => make("p", {}, say("cachePlain", { count: formatCount(2 * G * K), heads: G, size: K })),
+      () => make("p", say("cachePlain", { count: formatCount(2 * G * K), heads: G, size: K })),
     ),
-    step("position", () =>
-      showPosition(layer, head, key, part(query.qNormed, head), part(looked.kNormed, g), q, k),
-    ),
+    step("position", () => showPosition(attn, head)),
     step("score", () => showScore(q, k)),
     step(
       "table",
-      () => make("p", {}, say("tablePlain", { size: K, root: formatReal(Math.sqrt(K), 2) })),
+      () => make("p", say("tablePlain", { size: K, root: formatReal(Math.sqrt(K), 2) })),
       () => showScores(layer, head, key),
       () => showCuts(layer, head, key),
     ),
@@ -522,53 +488,15 @@ function showScore(q, k) {
   const sum = dot(q, 0, k, 0, q.length);
   return make(
     "div",
-    {},
-    make("p", {}, say("scorePlain", { sum: make("b", {}, formatReal(sum)) })),
+    make("p", say("scorePlain", { sum: make("b", formatReal(sum)) })),
     makeVectors({ [sayText("productVector")]: products }),
   );
 }
 
-function showPosition(layer, head, key, qBefore, kBefore, q, k) {
-  const { attn } = now.gpt.blocks[layer];
-  if (attn.alibiSlopes !== null) {
-    return make("p", {}, say("alibiPlain", { slope: formatReal(attn.alibiSlopes[head], 4) }));
-  }
-  if (attn.frequencies === null) {
-    return make("p", {}, say(now.config.position === "learned" ? "learnedPlain" : "nonePlain"));
-  }
-  const half = attn.K / 2;
-  const pairOf = (vector, i) => [vector[i], vector[i + half]];
-  const product = (a, b, i) => a[i] * b[i] + a[i + half] * b[i + half];
-  const pair = findLargest(range(half).map((i) => Math.abs(product(q, k, i))));
-  const frequency = attn.frequencies[pair];
-  const radius = Math.max(Math.hypot(...pairOf(q, pair)), Math.hypot(...pairOf(k, pair))) || 1;
-  const planes = [
-    ["queryOf", now.at, qBefore, q],
-    ["keyOf", key, kBefore, k],
-  ].map(([title, place, before, after]) => {
-    const angle = now.entries[place].position * frequency;
-    const facts = { place, frequency: formatReal(frequency, 4), angle: formatReal(angle) };
-    return make(
-      "figure",
-      {},
-      make("figcaption", {}, make("b", {}, say(title, { token: labelAt(place) }))),
-      drawPlane(pairOf(before, pair), pairOf(after, pair), angle, radius),
-      make("p.note", {}, say("ropeTurn", facts)),
-    );
-  });
-  const shares = {
-    after: formatReal(product(q, k, pair)),
-    before: formatReal(product(qBefore, kBefore, pair)),
-    radius: formatReal(radius, 2),
-  };
-  return make(
-    "div",
-    {},
-    make("p", {}, say("ropePlain")),
-    make("p", {}, say("ropePair", { pair, first: pair, second: pair + half })),
-    make("div.planes", {}, planes),
-    make("p.note", {}, say("ropeShare", shares)),
-  );
+function showPosition({ alibiSlopes }, head) {
+  const { position } = now.config;
+  const slope = alibiSlopes && formatReal(alibiSlopes[head], 4);
+  return make("p", say(`${position}Plain`, { slope }));
 }
 
 /** The table of keys, the strongest first: weight, q·k, scaled, distance, score. */
@@ -587,7 +515,7 @@ function showScores(layer, head, key) {
     if (attn.alibiSlopes) numbers.splice(2, 0, -attn.alibiSlopes[head] * (at - k));
     return makeRow(
       `key-${k}`,
-      [labelAt(k), k === at ? make("small", {}, " ", say("itself")) : null],
+      [labelAt(k), k === at ? make("small", " ", say("itself")) : null],
       [
         [makeBar(["solid", weights[k]]), formatReal(weights[k], 4)],
         ...numbers.map((x) => formatReal(x)),
@@ -619,12 +547,7 @@ function showCuts(layer, head, key) {
     };
     return make("button", options, say(name, names));
   };
-  return make(
-    "div.row",
-    {},
-    button(here, "cutHere", "cut"),
-    button(everywhere, "cutAll", "cut-all"),
-  );
+  return make("div.row", button(here, "cutHere", "cut"), button(everywhere, "cutAll", "cut-all"));
 }
 
 function showSum(layer, head, g) {
@@ -641,18 +564,17 @@ function showSum(layer, head, g) {
     head * K,
     (head + 1) * K,
   );
-  return make("div", {}, make("p", {}, say("sumPlain")), makeVectors(vectors));
+  return make("div", make("p", say("sumPlain")), makeVectors(vectors));
 }
 
 function showOutput(layer, head) {
   const { attn } = now.gpt.blocks[layer];
-  if (isHeadOff(state.off, layer, head) && !now.other) return make("p", {}, say("headIsOff"));
+  if (isHeadOff(state.off, layer, head) && !now.other) return make("p", say("headIsOff"));
   const added = attn.addedByHead(now.entry.layers[layer].mixed, head);
   return make(
     "div",
-    {},
     makeVectors({ [sayText("outVector")]: added }),
-    make("p", {}, say("outPlain", { width: added.length })),
+    make("p", say("outPlain", { width: added.length })),
     showPushes(added),
   );
 }
@@ -677,9 +599,8 @@ function showMlp(layer) {
   const D = now.config.d_model;
   const down = mlp.downProj.weight; // (D, d_ff)
   const columnOf = (n) => Float32Array.from({ length: D }, (_, d) => down[d * F + n]);
-  const sizes = measureColumns(down, D, F);
   const order = findTop(
-    inner.map((x, n) => Math.abs(x) * sizes[n]),
+    inner.map((x, n) => Math.abs(x) * measureLength(columnOf(n))),
     MAX_NEURONS,
   );
   const neuron = order.includes(state.neuron) ? state.neuron : order[0];
@@ -694,7 +615,7 @@ function showMlp(layer) {
       n,
       [
         [makeFiring(inner[n]), formatReal(inner[n], 2)],
-        [labelAt(place), make("small", {}, ` ${formatReal(over[place], 2)}`)],
+        [labelAt(place), make("small", ` ${formatReal(over[place], 2)}`)],
         label(pushed),
       ],
       n === neuron,
@@ -710,14 +631,13 @@ function showMlp(layer) {
     body: [
       make(
         "div.row",
-        {},
-        make("b", {}, say("layerName", { layer }), " MLP"),
+        make("b", say("layerName", { layer }), " MLP"),
         makeSwitch(isOff, "mlps", layer, "mlp-switch"),
       ),
       isOff && !now.other ? null : showPushes(added),
-      make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
+      make("h4", say("neuronsHeading", { token: labelAt(now.at) })),
       makeTable("neurons", columns, rows),
-      make("h4", {}, say("neuronHeading", { neuron })),
+      make("h4", say("neuronHeading", { neuron })),
       shadeTokens(
         over.map((x) => Math.abs(x) / most),
         (place) => `${place}: ${formatReal(over[place])}`,
@@ -732,11 +652,4 @@ function showMlp(layer) {
     formula: MLP_FORMULAS[mlp.activation],
     code: [`${MODEL}layers.py`, MLP_CODE[mlp.activation]],
   };
-}
-
-/** The lengths (d_ff,) of the columns of down_proj (D, d_ff). */
-function measureColumns(down, D, F) {
-  const squares = new Float64Array(F);
-  for (let d = 0; d < D; d++) for (let n = 0; n < F; n++) squares[n] += down[d * F + n] ** 2;
-  return squares.map(Math.sqrt);
 }

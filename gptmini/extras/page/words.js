@@ -14,7 +14,6 @@ const WORDS = {
     "一个 {size}的 GPT，由给出本页的服务器运行。",
   ],
   size: ["{weights} weights", "{weights} 个权重"],
-  large: ["large", "大字"],
   sizeTrained: ["{weights} weights after {step} steps", "{weights} 个权重、训练了 {step} 步"],
   toChat: ["chat", "对话"],
   toText: ["text", "文本"],
@@ -26,6 +25,40 @@ const WORDS = {
   pause: ["Pause", "暂停"],
   oneStep: ["One token", "一个词元"],
   stepBack: ["Take back", "退一步"],
+  learn: ["Learn", "学习"],
+  learnStep: ["One step", "学一步"],
+  unlearn: ["Undo learning", "撤销学习"],
+  learnHelp: ["Teach the model your text, and watch.", "让模型学你的文本，看它怎样变化。"],
+  learnTooShort: ["One token is nothing to learn from.", "只有一个词元，没有什么可学。"],
+  learnTooLarge: [
+    "A page teaches models of up to {most} weights; this one has {weights}, and a step would take too long.",
+    "本页最多能教 {most} 个权重的模型；这个模型有 {weights} 个，每一步都要等太久。",
+  ],
+  learned: [
+    "Loss after {step} steps: {line} on your text (solid line), {opening} on the text that the page opened with (dashed). Where the dashed line rises, the model forgets.",
+    "学了 {step} 步，损失：你的文本 {line}（实线），打开本页时的文本 {opening}（虚线）。虚线上升，就是模型在遗忘。",
+  ],
+  curveHelp: ["From 0 to {scale} nats per token.", "纵轴从 0 到 {scale}（每个词元的损失，单位奈特）。"],
+  surpriseHelp: [
+    "The stronger the color, the less the model expected the token.",
+    "颜色越醒目，模型越没料到这个词元。",
+  ],
+  stepHeading: ["What the last step did", "最后一步做了什么"],
+  gradientsHelp: [
+    "How strongly the loss of your text pulls at each part (the length of its gradient):",
+    "你的文本的损失对各部分的拉力有多大（梯度的长度）：",
+  ],
+  weightHelp: ["One weight: in the embedding of {token}, number {input}", "一个权重：{token} 的嵌入中的第 {input} 个数"],
+  weightBefore: ["before", "之前"],
+  weightGradient: ["gradient: if it grows by 1, the loss grows by about", "梯度：它增大 1，损失大约增大"],
+  weightMean: ["mean of its gradients so far, the latest counting most", "至今各步梯度的均值，越近的权重越大"],
+  weightRoot: ["root of the mean of their squares", "梯度平方的均值再开方"],
+  weightRate: ["rate", "学习率"],
+  weightAfter: ["after: shrunk a little, then moved against the mean", "之后：先缩小一点，再逆着均值移动"],
+  learnUnlike: [
+    "This is AdamW as PyTorch has it, with a small rate. gptmini train does otherwise: thousands of tokens of many texts in each step, Muon for matrices, a rate that rises and falls, and dropout where a text is short.",
+    "这里用的是 PyTorch 的 AdamW，学习率较小。gptmini train 有所不同：每一步读许多文本的几千个词元，矩阵用 Muon，学习率先升后降，文本短时还用 dropout。",
+  ],
   tokensHeading: ["What the model reads: {count} tokens", "模型读到的：{count} 个词元"],
   tokensHelp: [
     "Press a token to select it. ␣ is a space, ↵ a line break, ⇥ a tab.",
@@ -39,8 +72,8 @@ const WORDS = {
   specialHelp: ["{token} marks where a text begins and ends.", "{token} 标记文本的开头和结尾。"],
   contextHelp: ["It reads the last {count} tokens at most.", "最多读最后 {count} 个词元。"],
   spaceHelp: [
-    "The space at the end is left to the next token, which brings its own.",
-    "末尾的空格留给下一个词元，它自带空格。",
+    "The space at the end is dropped: tokens begin with their own space.",
+    "末尾的空格已略去：词元自带前面的空格。",
   ],
   openedHelp: ["The model wrote this. Replace it by yours.", "这段文本由模型写成。换成你的吧。"],
   heldOutHelp: [
@@ -63,7 +96,6 @@ const WORDS = {
     "{pale} 温度 {temperature} 下的预期 {solid} 过滤后被抽中的机会",
   ],
   barsHelpBefore: [" {before} with all on", " {before} 全部打开时"],
-  barsHelpEdited: [" {before} before your last edit", " {before} 上次修改之前"],
   noToken: ["No token is left to draw.", "没有可抽取的词元。"],
   settingsHeading: ["How the next token is drawn", "下一个词元如何抽取"],
   temperature: ["temperature", "温度"],
@@ -81,11 +113,6 @@ const WORDS = {
   ],
   seed: ["seed", "种子"],
   seedHelp: ["Another seed draws another text.", "换一个种子，抽出另一篇文本。"],
-  removed: [
-    "{name} removes {count} tokens, {share} of the probability.",
-    "{name} 去掉 {count} 个词元，占概率的 {share}。",
-  ],
-  alsoSet: ["This run also sets {settings}.", "本模型还设置了 {settings}。"],
 
   // The path.
   pathHeading: ["The whole path", "完整路径"],
@@ -101,8 +128,8 @@ const WORDS = {
   adds: ["adds {length}", "加上 {length}"],
   throughNorm: ["norm → {part}", "归一化 → {part}"],
   streamHelp: [
-    "The blue line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is what the head would expect if the model ended there (at temperature 1).",
-    "蓝线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是模型若到此为止时的预期（温度为 1）。",
+    "The blue line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is the guess if all later layers were skipped.",
+    "蓝线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是跳过后面所有层时的猜测。",
   ],
   ranks: [
     "Rank of {token}, from the embedding to the last layer: {ranks}.",
@@ -155,7 +182,6 @@ const WORDS = {
     "这一部分算出的东西加到残差流上。没有东西被替换：后面的部分仍能读到原有内容。",
   ],
   streamHeading: ["The stream before and after", "之前和之后的残差流"],
-  lastNormHeading: ["The last norm", "最后的归一化"],
   streamBefore: ["before", "之前"],
   streamAfter: ["after", "之后"],
   head: ["head", "输出头"],
@@ -165,8 +191,8 @@ const WORDS = {
   ],
   headTied: ["The rows are those of the embedding (tied).", "这些行就是嵌入的行（权重共享）。"],
   softmaxPlain: [
-    "Softmax makes probabilities of the logits: e to the power of each, divided by their sum (here at temperature 1). The largest:",
-    "Softmax 把 logits 变成概率：各取 e 的幂，再除以总和（此处温度为 1）。最大的：",
+    "Softmax makes probabilities of the logits: e to the power of each, divided by their sum (here at temperature {temperature}). The largest:",
+    "Softmax 把 logits 变成概率：各取 e 的幂，再除以总和（此处温度为 {temperature}）。最大的：",
   ],
   draw: ["draw", "抽取"],
   drawPlain: [
@@ -196,7 +222,7 @@ const WORDS = {
   switchOff: ["switch off", "关闭"],
   mapHeading: ["Layer {layer}, head {head}: who looks at whom", "第 {layer} 层，头 {head}：谁看谁"],
   mapHelp: [
-    "A row looks, a column is looked at; the darker (in dark mode: the lighter), the more. Colors follow the square root of the weight. Press a cell, or use the arrow keys. Columns run in the order of the rows.",
+    "A row looks, a column is looked at; the darker (in dark mode: the lighter), the more. Colors follow the square root of the weight. Press a cell, or use the arrow keys. Columns: the same tokens, left to right.",
     "行是看者，列是被看者，列的顺序与行相同；颜色越深（深色模式下越浅）权重越大，颜色按权重的平方根。点按一格，或用方向键。",
   ],
   mapCell: ["{query} looks at {key}: {weight}", "{query} 看 {key}：{weight}"],
@@ -219,18 +245,6 @@ const WORDS = {
   ropePlain: [
     "RoPE turns pairs of numbers by an angle that grows with the position, so that a product depends on the distance.",
     "RoPE 把成对的数旋转一个随位置增长的角度，于是乘积取决于距离。",
-  ],
-  ropePair: [
-    "Pair {pair}, numbers {first} and {second}, counts most here.",
-    "此处影响最大的是第 {pair} 对：数 {first} 和 {second}。",
-  ],
-  ropeTurn: [
-    "at position {place}, turned by {place} × {frequency} = {angle} rad",
-    "位置 {place}，旋转 {place} × {frequency} = {angle} 弧度",
-  ],
-  ropeShare: [
-    "This pair's share of q·k is {after}; without turning it would be {before}. Hollow: before turning, filled: after. The circle has radius {radius} in both.",
-    "这一对在 q·k 中占 {after}；若不旋转则为 {before}。空心：旋转前，实心：旋转后。两圆半径均为 {radius}。",
   ],
   alibiPlain: [
     "ALiBi takes from each score the distance times the slope of this head, {slope}: the farther, the less.",
@@ -287,34 +301,23 @@ const WORDS = {
   // Heads by what they do.
   kindsHeading: ["Heads by what they do", "各个头做什么"],
   kindsHelp: [
-    "Found on your text: the mean weight that each head gives to the previous token, to the first (often for want of anything else to look at) and to the token itself. Press a head to open it.",
-    "根据你的文本：每个头给前一个词元、第一个词元（常常因为没有别的可看）和词元自己的平均权重。点按一个头即可打开。",
+    "Found on your text: the mean weight that each head gives to the previous token, to the first (where heads park unused weight) and to the token itself; in a text that repeats itself, also to what followed the same token before (induction). Press a head to open it.",
+    "根据你的文本：每个头给前一个词元、第一个词元（头把用不上的权重放在那里）和词元自己的平均权重；文本有重复时，还有给同一词元上次出现后紧跟着的词元的权重（归纳）。点按一个头即可打开。",
   ],
   previous: ["previous", "前一个"],
   first: ["first", "第一个"],
   induction: ["induction", "归纳"],
-  tryHeading: ["Induction: try it", "归纳：试一试"],
-  tryRepeat: [
-    "Repeat your text. An induction head finds where the current token stood before, looks at what followed it there, and so continues repetitions: the second half becomes easier, and switching the head off costs it more. A small model does it best on text like its training text.",
-    "重复你的文本。归纳头找到当前词元先前出现之处，看那里后面是什么，从而延续重复：后一半变得容易，关闭这个头时后一半损失更多。小模型在与训练文本相似的文本上最明显。",
-  ],
-  trySwitch: ["The highest score here is that of {head}.", "这里得分最高的是{head}。"],
-  repeat: ["Repeat my text", "重复我的文本"],
-  halves: [
-    "What really comes gets {first} on average in the first half of the text, and {second} in the second.",
-    "实际出现的词元平均得到的概率：前一半 {first}，后一半 {second}。",
-  ],
 
   // Cause.
   causeHeading: ["Switch parts off, or swap them", "关闭或替换部件"],
   otherHeading: ["A second text, if you like", "另一篇文本（可不填）"],
   otherHelp: [
-    "With it, a part that is off adds what it adds there, in place of nothing (activation patching), position by position: both texts should have equally many tokens. Here {here}, there {there}.",
-    "填入后，关闭的部件不是什么也不加，而是加上它在另一篇文本中同一位置所加的量（激活修补），所以两篇的词元数应相等。这里 {here} 个，那里 {there} 个。",
+    "With it, a part that is off is replaced by its output on the second text (activation patching), position by position: both texts should have equally many tokens. Here {here}, there {there}.",
+    "填入后，关闭的部件换成它在另一篇文本中同一位置的输出（激活修补），所以两篇的词元数应相等。这里 {here} 个，那里 {there} 个。",
   ],
   causeHelp: [
-    "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token}, beyond what it adds to all tokens alike, which changes nothing (blue raises, orange lowers).",
-    "点按一个部件将其关闭，预期的变化显示它有何用处。数字是该部件直接加到 {token} 的 logit 上、超出它对所有词元平均所加的量；对所有词元相同的部分不起作用（蓝色升高，橙色降低）。",
+    "Press a part to switch it off: the bar at the bottom shows how the prediction changes. The number is what the part adds directly to the logit of {token}, relative to the mean token (blue raises, orange lowers).",
+    "点按一个部件将其关闭，页面底部的一栏显示预测如何变化。数字是该部件直接加到 {token} 的 logit 上的量，相对于所有词元的平均（蓝色升高，橙色降低）。",
   ],
   causeSum: [
     "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit} − mean of all logits {mean}",
@@ -347,12 +350,6 @@ const WORDS = {
   stop: ["Stop", "停止"],
   newChat: ["New conversation", "新对话"],
   answerCut: ["The answer ends here: there is no room for more.", "放不下更多，回答到此为止。"],
-  speed: ["{count} tokens, {rate} per second", "{count} 个词元，每秒 {rate} 个"],
-  cameRemotely: ["In the text came {token}: {chance}.", "文本中是 {token}：{chance}。"],
-  barsRemotely: [
-    "The likeliest tokens, as the server lists them, at temperature 1 and before the filters.",
-    "服务器列出的最可能的词元，温度为 1，过滤之前。",
-  ],
 };
 
 let language = navigator.language.startsWith("zh") ? "zh" : "en";

@@ -16,12 +16,7 @@ from gptmini.plan import cost
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
 from gptmini.plan.settle import make_plan
-from gptmini.plan.timing import (
-    Machine,
-    estimate_evaluation_seconds,
-    is_worth_compiling,
-    predict_seconds_per_step,
-)
+from gptmini.plan.timing import Machine, estimate_evaluation_seconds, is_worth_compiling
 
 INDENT = " " * 12
 
@@ -104,7 +99,7 @@ def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
 def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, Any]:
     """Estimate how long training takes, with its evaluations."""
     train = config.train
-    per_step = predict_seconds_per_step(config, here.compute)
+    per_step = here.estimate_seconds_per_step(config)
     per_evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = math.ceil(train.steps / train.eval_every)
     if config.base.run is not None:

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from gptmini.config.settings import DataConfig
 from gptmini.console import format_bytes, show_elapsed
-from gptmini.data.corpus import TrainingText, open_text
+from gptmini.data.corpus import open_text
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, Piece, SourceText, join_pieces
 from gptmini.generate.run import Run
@@ -46,11 +46,6 @@ def read_training_text(run: Path, settings: DataConfig, content: str) -> SourceT
             f"{run}: was trained on standard input, which is gone; train on a file to find sources"
         )
     with open_text(settings) as text:
-        if not isinstance(text, TrainingText):
-            raise DataError(
-                f"{run}: was trained on token numbers, which say no words; sources are found in "
-                f"texts"
-            )
         names = ", ".join(settings.path)
         if text.content != content:
             raise DataError(f"{names}: not the text that {run} was trained on; restore it")

@@ -1,6 +1,7 @@
 """Conversations as training data: what is refused, and which tokens are learned."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from gptmini.config.settings import DataConfig
 from gptmini.data import corpus
 from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.data.formats import read_documents
-from gptmini.data.text import DividedText, find_text
+from gptmini.data.text import find_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
@@ -248,15 +249,23 @@ def test_prose_alone_gets_neither(tmp_path):
     assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 257)
 
 
+def test_too_few_conversations_are_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 2)
+    config = tiny(data={"path": str(path)}, model={"context_length": 256})
+    with pytest.raises(
+        DataError, match=r"too short \(2 conversations\): \d+ of its tokens are for"
+    ):
+        corpus.prepare_corpus(config)
+
+
 @pytest.mark.parametrize("split", ["tail", "documents"])
 def test_conversations_are_held_out_whole(tmp_path, split):
     records = [{"messages": [ASK, {**ANSWER, "content": f"{n}."}]} for n in range(200)]
     path = write(tmp_path / "a.jsonl", *records)
     settings = DataConfig(split=split)
-    source = find_text([str(path)], settings)
-    parts = DividedText(source, 0.1, 0.1)
+    parts = replace(find_text([str(path)], settings), validation=0.1, test=0.1)
     found: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
-    for side, chunk in parts.iter_chunks(found.keys()):  # type: ignore[arg-type]
+    for side, chunk in parts.iter_splits(found.keys()):  # type: ignore[arg-type]
         assert chunk.messages is not None
         found[side].append(int(chunk.messages[1]["content"][:-1]))
     assert sorted(number for numbers in found.values() for number in numbers) == list(range(200))

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from gptmini.config.settings import DataConfig
 from gptmini.data import corpus as corpora
 from gptmini.data import formats
-from gptmini.data.text import DividedText, Split, TextPart, find_text
+from gptmini.data.text import Split, Text, find_text
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
@@ -55,8 +56,8 @@ def test_the_tail_is_held_out(tmp_path: Path):
     )
 
 
-def whole(path: Path) -> TextPart:
-    return TextPart(DividedText(find_text([str(path)], DataConfig()), 0.0, 0.0), "training")
+def whole(path: Path) -> Text:
+    return find_text([str(path)], DataConfig())
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
@@ -109,15 +110,15 @@ def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, te
     path.write_text("\n".join(lines))
     whole = find_text([str(path)], DataConfig(split=split, separator="\n"))
     documents = [piece.text for piece in whole.iter_chunks()]
-    source_split = DividedText(whole, validation, test)
+    source = replace(whole, validation=validation, test=test)
     sides: dict[Split, list[str]] = {"training": [], "test": [], "validation": []}
     with suppress(DataError):  # at the end, where a split has no document
-        for side, piece in source_split.iter_chunks(sides):
+        for side, piece in source.iter_splits(sides):
             sides[side].append(piece.text)
     for side, alone in sides.items():
         part = []
         with suppress(DataError):
-            part.extend(piece.text for piece in TextPart(source_split, side).iter_chunks())
+            part.extend(piece.text for _, piece in source.iter_splits([side]))
         assert part == alone
     parts = [*sides["training"], *sides["test"], *sides["validation"]]
     if split == "tail":
@@ -161,14 +162,37 @@ def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split):
     corpus = corpora.prepare_corpus(config, with_test=True)
     assert read == [path] * 3
     whole = {file: file.read_bytes() for file in cache.iterdir()}
-    assert len(whole) == 6
+    assert len(whole) == 7
 
     damaged = corpus.validation[0].path
     damaged.write_bytes(b"")
     others = {file: file.stat().st_mtime_ns for file in whole if file.stem != damaged.stem}
+    read.clear()
     corpora.prepare_corpus(config, with_test=True)
+    assert read == [path]
     assert {file: file.read_bytes() for file in cache.iterdir()} == whole
     assert {file: file.stat().st_mtime_ns for file in others} == others
+
+
+def test_of_a_text_in_the_cache_nothing_is_decoded(tmp_path: Path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} {WORDS}"}) + "\n" for n in range(200)))
+    first = prepared(path, "auto")
+
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("gptmini.data.text.read_documents", fail)
+    assert prepared(path, "auto").tokenizer.vocab_size == first.tokenizer.vocab_size
+    (kept,) = (tmp_path / "cache").glob("*.size")
+    whole = kept.read_bytes()
+    size = sum(file.text_bytes for file in first.training + first.validation)
+    monkeypatch.undo()
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    for at in range(len(whole)):
+        kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert find_text([str(path)], DataConfig()).spans["validation"][1] == size
+        assert kept.read_bytes() == whole
 
 
 def test_a_long_first_line_does_not_move_the_cut(tmp_path: Path):
@@ -253,7 +277,7 @@ def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind)
     assert prepared(text_file, kind).training[0].path == path
     assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
     for file, (whole, _) in made.items():
-        flips = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (9, 99, -9)]
+        flips = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (9, 70, -9)]
         for damaged in (whole[: len(whole) // 2], b"x" * 200, *flips):
             file.write_bytes(damaged)
             prepared(text_file, kind)

@@ -1,7 +1,9 @@
 import gzip
 import io
 import os
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from gptmini import files
 from gptmini.config.settings import DataConfig
-from gptmini.data.text import BUILTIN_CORPORA, DividedText, Split, TextPart, find_text, spool_stdin
+from gptmini.data.formats import warn_once
+from gptmini.data.text import BUILTIN_CORPORA, Split, find_text, spool_stdin
 from gptmini.errors import DataError
+from tests.support import needs_posix
 
 SPLITS: tuple[Split, ...] = ("training", "validation")
 
@@ -84,10 +88,11 @@ def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
         ("/*", ["a", "b"], "1 of 4"),
     ]:
         assert texts(f"{folder}{path}") == expected
-        assert capsys.readouterr().err == (
-            f"warning: {folder}{path}: {count} files skipped, such as {folder}/cover.jpg: "
-            f"binary data, not plain text; choose a text file\n"
-        )
+        first, *each = capsys.readouterr().err.splitlines()
+        assert first == f"warning: {folder}{path}: {count} files skipped:"
+        assert len(each) == int(count[0])
+        problem = "binary data, not plain text; choose a text file"
+        assert each[0] == f"  {folder}/cover.jpg: {problem}"
     with pytest.raises(DataError, match=r"cover.jpg: binary data, not plain text; choose"):
         texts(str(folder / "cover.jpg"))
     with pytest.raises(DataError, match=r"no text found, only such as .*jpg: binary data, not"):
@@ -106,12 +111,61 @@ def test_what_stops_a_named_file_does_not_stop_its_folder(folder: Path, capsys):
     for name, content in UNREADABLE.items():
         (folder / name).write_bytes(content)
     assert texts(str(folder)) == ["a", "b", "c", "d"]
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert "4 of 9 files skipped, such as" in warning
-    assert "events.jsonl:1: no field 'text' (it has: event); " in warning
+    warning, *skipped = capsys.readouterr().err.splitlines()
+    assert warning == f"warning: {folder}: 4 of 9 files skipped:"
+    assert "events.jsonl:1: no field 'text' (it has: event); " in skipped[1]
+    assert skipped[2].endswith("from Latin-1: iconv -f latin1 -t utf-8 OLD > NEW")
     with pytest.raises(DataError) as error:
         find_text([str(folder / name) for name in UNREADABLE], DataConfig())
     assert len(error.value.lines) == len(UNREADABLE)
+
+
+def test_of_many_skipped_files_one_of_records_is_named(folder: Path, capsys):
+    for number in range(10):
+        (folder / f"{number}.jpg").write_bytes(b"\0")
+    (folder / "events.jsonl").write_bytes(b'{"event": "a"}\n')
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "11 of 16 files skipped, such as" in warning
+    assert "events.jsonl:1: no field 'text'" in warning
+
+
+def test_a_warning_comes_once_for_all_commands(folder: Path, capsys):
+    (folder / "cover.jpg").write_bytes(b"\0")
+    for expected in (1, 0):
+        warn_once.cache_clear()  # as in another process
+        texts(str(folder))
+        assert capsys.readouterr().err.count("warning: ") == expected
+    (folder / "e.txt").write_text("e")
+    texts(str(folder))
+    assert "1 of 7 files skipped" in capsys.readouterr().err
+
+
+def test_a_warning_needs_no_cache(folder: Path, capsys, monkeypatch):
+    monkeypatch.setenv("GPTMINI_CACHE", "/dev/null/x")
+    (folder / "cover.jpg").write_bytes(b"\0")
+    texts(str(folder))
+    assert "1 of 6 files skipped" in capsys.readouterr().err
+
+
+def test_a_file_that_is_read_twice_is_reported(folder: Path, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert texts(".", str(folder / "b.md")) == ["a", "b", "c", "d", "b"]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {folder / 'b.md'}: read twice; ")
+
+
+def test_runs_are_no_text(folder: Path, capsys):
+    expected = texts(str(folder))
+    for name in ("a/config.yaml", "a/request.yaml", "b/config.yaml", "b/checkpoints/step"):
+        path = folder / "runs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("no text")
+    assert texts(str(folder)) == texts(f"{folder}/**") == expected
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "e.txt").write_text("chess")
+    assert texts(str(folder)) == ["a", "b", "chess", "c", "d"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["e.html", "e.json", "e.tsv", "e.ipynb.gz"])
@@ -147,9 +201,19 @@ def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):
     ]:
         with pytest.raises(DataError, match=words):
             texts(path)
+
+
+@needs_posix
+def test_what_is_no_file_is_skipped_in_folders(folder: Path, capsys):
     os.mkfifo(folder / "sub" / "fifo")
-    with pytest.raises(DataError, match=r"sub/fifo: not a regular file; pipe it in with --data -"):
-        texts(str(folder))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "socket"))
+    assert texts(str(folder)) == texts(f"{folder}/**") == ["a", "b", "c", "d"]
+    said = capsys.readouterr().err
+    assert said.count("2 of 7 files skipped:") == 2
+    assert said.count("sub/fifo: not a regular file; pipe it in with --data -") == 2
+    with pytest.raises(DataError, match="socket: not a regular file"):
+        texts(str(folder / "socket"))
 
 
 def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
@@ -164,17 +228,30 @@ def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
         texts("data/none.txt")
 
 
-def test_an_unreadable_file_among_many_is_reported(folder: Path, monkeypatch):
+def test_what_may_not_be_read_is_skipped_in_folders(folder: Path, monkeypatch, capsys):
     opened = files.open_regular
+    walked = os.walk
 
     def refuse(path: Path) -> object:  # root could read what is only locked by its mode
         if path.name == "c.txt":
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path)
 
+    def refuse_folder(top: Path, onerror: Any) -> Iterator[Any]:
+        for root, folders, names in walked(top):
+            yield root, folders, names
+            if "deep" in folders:
+                folders.remove("deep")
+                onerror(PermissionError(13, "Permission denied", str(Path(root, "deep"))))
+
     monkeypatch.setattr(files, "open_regular", refuse)
-    with pytest.raises(DataError, match=r"sub/c.txt: permission denied"):
-        texts(str(folder))
+    monkeypatch.setattr(os, "walk", refuse_folder)
+    assert texts(str(folder)) == ["a", "b"]
+    first, *skipped = sorted(capsys.readouterr().err.splitlines(), reverse=True)
+    assert first == f"warning: {folder}: 2 of 5 files skipped:"
+    assert all("permission denied; check" in line for line in skipped)
+    with pytest.raises(DataError, match=r"sub/c.txt: permission denied; check the path"):
+        texts(str(folder / "sub" / "c.txt"))
 
 
 def test_a_file_that_vanishes_or_changes_is_reported(folder: Path):
@@ -211,9 +288,8 @@ def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     moved.rename(folder / "a.jsonl")
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
-    source = find_text([str(a), str(b)], DataConfig())
-    divided = DividedText(source, 0.1, 0.0)
-    others += [TextPart(divided, split).digest for split in SPLITS]
+    source = replace(find_text([str(a), str(b)], DataConfig()), validation=0.1)
+    others += [source.hash_split(split) for split in SPLITS]
     a.write_text("A")
     others.append(digest(a, b))
     assert len({first, *others}) == 10
@@ -227,9 +303,8 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
         path.write_text("|".join(documents))
         settings = {"separator": "|", "split": "documents"}
         source = find_text([str(path)], DataConfig.model_validate(settings))
-        divided = DividedText(source, 0.2, 0.0)
-        parts = [TextPart(divided, split).iter_chunks() for split in SPLITS]
-        return [[piece.text for piece in part] for part in parts]
+        parts = [replace(source, validation=0.2).iter_splits([split]) for split in SPLITS]
+        return [[piece.text for _, piece in part] for part in parts]
 
     training, validation = sides(words)
     assert sorted(training + validation) == sorted(words)

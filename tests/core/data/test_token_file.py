@@ -1,4 +1,3 @@
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,20 +121,6 @@ def test_another_tokenizer_or_version_is_refused(token_file: Path, monkeypatch):
     monkeypatch.setattr(token_files, "VERSION", token_files.VERSION + 1)
     with pytest.raises(DataError, match="another version or tokenizer"):
         TokenFile(token_file, BYTES)
-
-
-def test_a_stretch_has_its_share_of_bytes_and_documents(tmp_path: Path):
-    path = tmp_path / "text-tokenizer.bin"
-    write(path, iter([TextChunk("text", True)] * 10))
-    whole = TokenFile(path, BYTES)
-    part = whole.cut(10, 40)
-    del whole
-    gc.collect()
-    assert part.read(0, len(part)).tolist() == [256, *b"text"] * 6
-    assert part.read(5, 2).tolist() == [256, ord("t")]
-    assert (part.text_bytes, part.documents) == (24, 6)
-    assert part.cut(5, 10).read(0, 5).tolist() == [256, *b"text"]
-    assert part.path.name == "text+10+40-tokenizer.bin"
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(257, 2), (65536, 2), (65537, 4), (200_000, 4)])

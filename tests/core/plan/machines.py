@@ -1,9 +1,7 @@
 """Machines to plan for whose memory, clock and speed a test states."""
 
-import itertools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,7 +9,7 @@ from gptmini.config.settings import Config
 from gptmini.machine import Compute
 from gptmini.plan.cost import Memory
 from gptmini.plan.estimates import Estimates, get_estimates
-from gptmini.plan.timing import Machine, StepTime
+from gptmini.plan.timing import Machine
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 GPU = Compute(torch.device("cuda"), torch.bfloat16)
@@ -21,20 +19,20 @@ GPU = Compute(torch.device("cuda"), torch.bfloat16)
 class FakeMachine(Machine):
     """A machine that measures nothing.
 
-    step: seconds of a step, the same for every run, or by its configuration; with None, a test that
-    times a step fails. row: bytes of the activations of a row. `timed` has the configurations of
-    the steps that were timed, `limits` the seconds that each was given.
+    step: predicted seconds of a step, the same for every run, or by its configuration; with None,
+    a test that asks for them fails. slow: how many times as long it takes. row: bytes of the
+    activations of a row. `measured` has the configurations of the steps that were measured.
     """
 
     compute: Compute = CPU
-    step: StepTime | Callable[[Config], StepTime] | None = None
+    step: float | Callable[[Config], float] | None = None
+    slow: float = 1.0
     memory: int = 1 << 40
     row: int = 0
     compiler: bool = False
     seconds_gone: Callable[[], float] = lambda: 0.0
     figures: Estimates | None = None
-    timed: list[Config] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
+    measured: list[Config] = field(default_factory=list)
 
     @property
     def estimates(self) -> Estimates:
@@ -52,16 +50,12 @@ class FakeMachine(Machine):
     def has_compiler(self) -> bool:
         return self.compiler
 
-    def time_step(
-        self, config: Config, *, compiled: bool = False, limit: float = math.inf
-    ) -> StepTime:
-        assert self.step is not None, "timed a step for nothing"
-        self.timed.append(config)
-        self.limits.append(limit)
-        return self.step if isinstance(self.step, StepTime) else self.step(config)
+    def predict_step(self, config: Config) -> float:
+        assert self.step is not None, "asked for the time of a step for nothing"
+        return self.step(config) if callable(self.step) else self.step
 
-
-def taking(*passes: float) -> Callable[[Config], StepTime]:
-    """Steps that take so many seconds, one after the other."""
-    seconds = itertools.chain(passes)
-    return lambda _: StepTime(next(seconds), 0.0)
+    def measure(self, config: Config) -> Machine:
+        if self.slowness is not None:
+            return self
+        self.measured.append(config)
+        return replace(self, slowness=self.slow)

@@ -1,5 +1,6 @@
 """A recorded loss has the bits of the model's own; without a GPU, the passes are made again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,7 +46,9 @@ def made(**settings: Any) -> GPT:
     return GPT(config.model).train()
 
 
-def update(model: GPT, compute_loss: cuda_graph.Loss, lengths: tuple[int, ...]) -> list[Tensor]:
+def update(
+    model: GPT, compute_loss: Callable[..., Tensor], lengths: tuple[int, ...]
+) -> list[Tensor]:
     """Add the gradients of micro-batches up; return their losses, and then the gradients."""
     losses = []
     for number, length in enumerate(lengths):

@@ -10,11 +10,10 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError
 from gptmini.plan.settle import make_plan
-from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.core.plan.machines import FakeMachine
 
-MACHINE = FakeMachine(step=StepTime(0.4, 0.1))
+MACHINE = FakeMachine(step=0.5)
 # A text of the first size is read once or twice in ten minutes, and one of the second often.
 SIZES = [3_000_000, 300_000]
 REQUESTS: list[dict[str, Any]] = [

@@ -126,8 +126,11 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.text = folder / "text.txt"
-        self.text.write_text("".join(f"{n} is a number of its own.\n" for n in range(300)))
+        self.text = folder / "texts"
+        self.text.mkdir()
+        for document in range(20):  # so that some can be held out whole
+            lines = [f"{document}.{n} is a number of its own.\n" for n in range(15)]
+            (self.text / f"{document}.txt").write_text("".join(lines))
         self.plain = {**TINY, "data": {"path": str(self.text)}}
         self.runs: dict[str, RunDirectory] = {}  # by what was asked for
 

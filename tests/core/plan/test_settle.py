@@ -14,6 +14,7 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import ConfigError, DataError, MachineError
+from gptmini.plan import settle
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
@@ -23,12 +24,11 @@ from gptmini.plan.recipe import (
     measure_corpus,
 )
 from gptmini.plan.settle import make_plan
-from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
-from tests.core.plan.machines import FakeMachine, taking
+from tests.core.plan.machines import GPU, FakeMachine
 from tests.support import tiny
 
-HALF_A_SECOND = FakeMachine(step=StepTime(0.4, 0.1))  # for each step
+HALF_A_SECOND = FakeMachine(step=0.5)  # seconds for each step
 
 
 def plan_on(machine: FakeMachine, sections: dict[str, Any], folder: Path) -> Plan:
@@ -110,7 +110,7 @@ def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path):
     """400 steps, the default, would read this text 45 times; a minute suffices for 0.7 epochs."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 105)  # 2520 tokens
     for seconds, dropout in ((10.0, 0.0), (0.2, 0.2)):
-        machine = FakeMachine(step=StepTime(seconds, 0.0))
+        machine = FakeMachine(step=seconds)
         train = {"minutes": 1.0, "batch_size": 16, "compile": "off"}
         sections = {"data": {"path": str(tmp_path / "text.txt")}, "train": train}
         sections["model"] = {"n_layer": 1, "n_head": 2, "d_model": 64, "context_length": 16}
@@ -192,14 +192,36 @@ def test_a_run_of_two_processes_goes_on_with_three(text_file: Path, tmp_path: Pa
     assert resumed.config.train.reduce == "fast"
 
 
-def test_what_compiling_brought_is_said(text_file: Path, tmp_path: Path, capsys):
-    machine = FakeMachine(step=taking(2.0, 2.0, 1.0), compiler=True)
-    config = tiny(data={"path": str(text_file)}, train={"steps": 200})
-    plan = make_plan(config, None, machine=machine)
-    assert plan.config.train.compile == "on"
-    said = capsys.readouterr().err
-    assert "  compile   on: 1.000 s/step compiled, 2.000 without\n" in said
-    assert "  time      about 3:20 for 200 steps\n" in said
+@pytest.mark.parametrize(
+    ("asked", "machine", "compiled"),
+    [
+        ("auto", FakeMachine(step=1.0, compiler=True), "off"),  # 300 seconds
+        ("auto", FakeMachine(step=1.1, compiler=True), "on"),
+        ("auto", FakeMachine(step=1.0, slow=1.1, compiler=True), "on"),
+        ("auto", FakeMachine(step=1.1), "off"),
+        ("auto", FakeMachine(GPU, step=0.1), "on"),
+        ("on", FakeMachine(step=0.1), "on"),
+        ("off", FakeMachine(step=9.0, compiler=True), "off"),
+    ],
+)
+def test_what_takes_long_is_compiled(
+    text_file: Path, asked: str, machine: FakeMachine, compiled: str, capsys, monkeypatch
+):
+    monkeypatch.setattr(settle, "release_freed_memory", lambda _: None)
+    config = tiny(data={"path": str(text_file)}, train={"steps": 300, "compile": asked})
+    assert make_plan(config, None, machine=machine).config.train.compile == compiled
+    assert "  time      about " in capsys.readouterr().err
+    assert len(machine.measured) == 1
+
+
+def test_minutes_that_are_few_leave_no_time_to_compile(text_file: Path, tmp_path: Path):
+    machine = FakeMachine(step=0.001, compiler=True)
+    sections = tiny(data={"path": str(text_file)}).model_dump(exclude_unset=True)
+    for given, compiled in ((4.9, "off"), (60.0, "on")):
+        train = {"minutes": given, "steps": 1_000_000}
+        machine = FakeMachine(step=0.06 * given / 1000, compiler=True)
+        config = plan_on(machine, {**sections, "train": train}, tmp_path).config
+        assert config.train.compile == compiled
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(text_file: Path, tmp_path: Path):
@@ -254,14 +276,14 @@ def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path):
             make_plan(config, None, machine=HALF_A_SECOND)
 
 
-def test_models_are_timed_once(tmp_path: Path, capsys):
+def test_a_step_is_measured_once(tmp_path: Path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 100_000)
     for kind in ("auto", "byte"):
-        machine = replace(HALF_A_SECOND, timed=[])
+        machine = replace(HALF_A_SECOND, measured=[])
         train = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
         sections = {"data": {"path": str(tmp_path / "text.txt")}, "tokenizer": {"kind": kind}}
         plan_on(machine, {**sections, "train": train}, tmp_path)
-        assert capsys.readouterr().err.count("timing models") == 1
+        assert len(machine.measured) == 1
 
 
 @pytest.mark.parametrize("kind", ["auto", "byte"])
@@ -287,7 +309,7 @@ def test_standard_input_gets_the_sizes_of_the_same_text_in_a_file(
 ):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 2000)
-    machine = FakeMachine(step=lambda config: StepTime(config.model.n_layer / 100, 0.0))
+    machine = FakeMachine(step=lambda config: config.model.n_layer / 100)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
     plans = []
     for path in ("-", str(text)):

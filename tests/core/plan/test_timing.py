@@ -1,8 +1,8 @@
 """What a run chooses for itself: micro-batches, compiled blocks, sizes and steps for minutes."""
 
-import math
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from gptmini.model.gpt import GPT
 from gptmini.plan import cost, estimates, settle, timing
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import loop
-from tests.core.plan.machines import CPU, GPU, FakeMachine, taking
+from gptmini.train import build, loop
+from tests.core.plan.machines import CPU, GPU, FakeMachine
 from tests.support import tiny, train
 
 STATIC = 16  # bytes of a parameter in training
@@ -91,42 +91,100 @@ def test_a_few_rows_of_a_large_model_are_one_pass():
     assert timing.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
 
 
-@pytest.mark.parametrize(("limit", "passes"), [(1.5, 2), (100.0, 3)])
-def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
-    """By this clock a pass takes a second, an update none."""
-    now = 0.0
-    made = 0
+class Clock:
+    """Passes take the seconds that a function states, by the rows and the threads."""
 
-    def slow(*given: Any) -> torch.Tensor:
-        nonlocal now, made
-        now += 1
-        made += 1
-        return loss(*given)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int], float]):
+        self.now = 0.0
+        self.passes: list[tuple[int, int]] = []  # rows and threads
+        loss = GPT.compute_loss
 
-    loss = GPT.compute_loss
-    monkeypatch.setattr(GPT, "compute_loss", slow)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    config = tiny().with_tokenizer("byte", 257)
-    assert timing.Machine(CPU).time_step(config, limit=limit).passes == 1
-    assert made == passes
+        def slow(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.passes.append((len(tokens), torch.get_num_threads()))
+            self.now += seconds(*self.passes[-1])
+            return loss(model, tokens, targets)
+
+        monkeypatch.setattr(GPT, "compute_loss", slow)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
 
-def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
-    """By this clock a row takes a second in each pass."""
-    now = 0.0
+@dataclass(frozen=True)
+class PredictableMachine(timing.Machine):
+    """Predicts that a row takes so many seconds."""
 
-    def slow(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        nonlocal now
-        now += len(tokens)
-        return loss(model, tokens, targets)
+    row: float = 0.01
 
-    loss = GPT.compute_loss
-    monkeypatch.setattr(GPT, "compute_loss", slow)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    for size in (1, 2, 6):
-        train = {"batch_size": 6, "micro_batch_size": size}
-        config = tiny(train=train).with_tokenizer("byte", 257)
-        assert timing.Machine(CPU).time_step(config) == timing.StepTime(6.0, 0.0)
+    def predict_step(self, config: Config) -> float:
+        return config.train.batch_size * self.row
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch, size):
+    clock = Clock(monkeypatch, lambda rows, _: 0.03 * rows)
+    train = {"batch_size": 6, "micro_batch_size": size}
+    config = tiny(train=train).with_tokenizer("byte", 257)
+    machine = PredictableMachine(CPU).measure(config)
+    assert machine.estimate_seconds_per_step(config) == pytest.approx(0.18)
+    assert clock.passes == 3 * [(size, 1)]
+    assert machine.measure(config) is machine
+
+
+def test_a_few_rows_are_measured_and_once_where_those_take_long(monkeypatch):
+    clock = Clock(monkeypatch, lambda rows, _: 3.0 * rows)
+    config = tiny(train={"batch_size": 64}).with_tokenizer("byte", 257)
+    machine = PredictableMachine(CPU).measure(config)
+    assert clock.passes == 2 * [(15, 1)]  # 0.15 s by prediction
+    assert machine.slowness == pytest.approx(300)
+
+
+@pytest.mark.parametrize(
+    ("busy", "threads", "warned"), [(1.0, 2, False), (1.6, 2, False), (4.0, 1, True)]
+)
+def test_one_thread_computes_where_all_are_slower(monkeypatch, capsys, busy, threads, warned):
+    """Two threads take half the time of one on a quiet machine."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)
+    try:
+        clock = Clock(monkeypatch, lambda rows, n: rows * (0.02 if n == 1 else 0.01 * busy))
+        config = tiny(train={"batch_size": 8}).with_tokenizer("byte", 257)
+        machine = PredictableMachine(CPU).measure(config)
+        assert torch.get_num_threads() == 2  # in training alone it is another
+    finally:
+        torch.set_num_threads(1)
+    assert machine.compute.threads == threads
+    assert [n for _, n in clock.passes] == [1, 2, 1, 2, 1]
+    seconds = 0.16 if threads == 1 else 0.08 * busy
+    assert machine.estimate_seconds_per_step(config) == pytest.approx(seconds)
+    assert ("  threads   1: a step takes 0.16 s" in capsys.readouterr().err) == warned
+
+
+def test_a_run_keeps_its_threads(monkeypatch, text_file, tmp_path):
+    config = tiny(data={"path": str(text_file)}, train={"steps": 2})
+    run = train_compiled(config, "off", tmp_path / "run")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)
+    try:
+        plan = make_plan(config.with_train(steps=3, compile="off"), run)
+        with plan.machine.compute.enter_training():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("chosen", ["environment", "one", "processes"])
+def test_threads_that_were_chosen_stay(monkeypatch, chosen):
+    if chosen != "environment":
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(1 if chosen == "one" else 2)
+    try:
+        clock = Clock(monkeypatch, lambda rows, n: float(rows * n))
+        config = tiny().with_tokenizer("byte", 257)
+        machine = PredictableMachine(CPU, 2 if chosen == "processes" else 1).measure(config)
+    finally:
+        torch.set_num_threads(1)
+    assert machine.compute.threads is None
+    assert len({n for _, n in clock.passes}) == 1
 
 
 def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
@@ -136,78 +194,61 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
     assert given_back == [plan.machine.compute.device]
 
 
-def test_a_step_that_was_timed_is_not_timed_again():
-    known = timing.StepTime(0.1, 0.0)
-    config = tiny(train={"steps": 100})
-    assert timing.try_compile(config, FakeMachine(compiler=True), known) == (False, known)
-
-
-@pytest.mark.parametrize(
-    ("requested", "seconds", "compiled"),
-    [
-        ("auto", [0.1], False),  # too short a run
-        ("auto", [2.0, 2.0, 1.0], True),
-        ("auto", [2.0, 2.0, 2.1], False),  # slower
-        ("on", [0.1, 0.1, 0.2], True),
-        ("off", [], False),
-    ],
-)
-def test_blocks_are_compiled_if_it_pays(requested, seconds, compiled):
-    machine = FakeMachine(step=taking(*seconds), compiler=True)
-    config = tiny(train={"compile": requested, "steps": 200}).with_tokenizer("byte", 257)
-    assert timing.try_compile(config, machine)[0] == compiled
-    assert len(machine.timed) == len(seconds)
-    assert math.inf not in machine.limits[:1]
-    assert all(limit == math.inf for limit in machine.limits[1:])  # once it matters, exactly
-
-
-def test_compiling_is_not_tried_where_it_takes_what_is_left_of_the_minutes():
-    machine = FakeMachine(step=taking(2.0), compiler=True)
-    config = tiny(train={"minutes": 1.0, "steps": 100}).with_tokenizer("byte", 257)
-    assert not timing.try_compile(config, machine)[0]
-    assert len(machine.timed) == 1
-
-
-def test_compiling_is_tried_on_the_rows_of_one_process(capsys):
-    config = tiny(train={"batch_size": 12, "steps": 200})
-    slow = FakeMachine(world_size=4, step=taking(2.0, 2.0, 1.0), compiler=True)
-    _, timed = timing.try_compile(config, slow)
-    assert [share.train.batch_size for share in slow.timed] == [3, 3, 3]
-    assert timed == timing.StepTime(1.0, 0.0)
-    known = FakeMachine(world_size=4, step=taking(1.0), compiler=True)
-    timing.try_compile(config, known, timing.StepTime(8.0, 1.0))  # of all passes
-    assert [share.train.batch_size for share in known.timed] == [3]
-    assert "  compile   on: 1.000 s/step compiled, 2.000 without\n" in capsys.readouterr().err
-
-
-def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkeypatch, capsys):
+@pytest.mark.parametrize("setting", ["on", "auto"])
+def test_a_broken_compiler_leaves_a_run_without_it(
+    setting, monkeypatch, capsys, text_file, tmp_path
+):
     def broken(*_: Any) -> float:
         raise RuntimeError("no C++ compiler\nand a long story")
 
-    config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
-    monkeypatch.setattr(timing, "is_worth_compiling", lambda *_: True)
-    compiled, timed = timing.try_compile(config, timing.Machine(CPU))
-    assert not compiled
-    assert timed is not None
-    assert "  compile   off: it failed (no C++ compiler)\n" in capsys.readouterr().err
-    with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
-        timing.try_compile(config.with_train(compile="on"), timing.Machine(CPU))
+    monkeypatch.setattr(timing, "_choose_compiler_options", lambda _: None)
+    monkeypatch.setattr(timing, "MIN_SECONDS_TO_COMPILE", 0.0)
+    config = tiny(data={"path": str(text_file)}, train={"steps": 3})
+    plain = train_without_compiling(config, tmp_path / "plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: broken)
+        run = train_compiled(config, setting, tmp_path / "run")
+    assert capsys.readouterr().err.count("  compile   off: it failed (no C++ compiler)\n") == 1
+    assert run.load_config().train.compile == "off"
+    assert run.read_newest_state()["compile"] == "off"
+    assert all(torch.equal(plain[name], each) for name, each in load_weights(run).items())
 
 
-def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch, capsys):
+def test_compiled_gradients_that_are_not_finite_are_not_used(
+    monkeypatch, capsys, text_file, tmp_path
+):
+    hooks = []
+
     def spoil(model: GPT) -> None:
         weight = model.blocks[0].attn.k_proj.weight
-        weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+        spoiled = torch.tensor([3])
+        hook = weight.register_hook(lambda gradient: gradient.index_fill(0, spoiled, torch.nan))
+        hooks.append(hook)
 
-    monkeypatch.setattr(timing, "compile_blocks", spoil)
-    monkeypatch.setattr(timing, "is_worth_compiling", lambda *_: True)
-    config = tiny(train={"compile": "auto"}).with_tokenizer("byte", 257)
-    assert not timing.try_compile(config, timing.Machine(CPU))[0]
-    assert "gradients" in capsys.readouterr().err
-    with pytest.raises(MachineError, match=r"train\.compile"):
-        timing.try_compile(config.with_train(compile="on"), timing.Machine(CPU))
+    config = tiny(data={"path": str(text_file)}, train={"steps": 3})
+    plain = train_without_compiling(config, tmp_path / "plain")
+    monkeypatch.setattr(build, "compile_blocks", spoil)
+    monkeypatch.setattr(timing, "undo_compiling", lambda _: hooks[0].remove())
+    run = train_compiled(config, "on", tmp_path / "run")
+    assert "  compile   off: it computes gradients that are not finite\n" in capsys.readouterr().err
+    assert all(torch.equal(plain[name], each) for name, each in load_weights(run).items())
+
+
+def train_without_compiling(config: Config, out: Path) -> dict[str, torch.Tensor]:
+    return load_weights(train_compiled(config, "off", out))
+
+
+def train_compiled(config: Config, setting: str, out: Path) -> RunDirectory:
+    run = RunDirectory(out)
+    loop.train(make_plan(config.with_train(compile=setting), run), out)
+    return run
+
+
+def load_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    checkpoint = run.load_newest()
+    assert checkpoint is not None
+    return checkpoint.model
 
 
 def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
@@ -308,4 +349,4 @@ def test_time_follows_from_the_operations_at_the_speed_of_a_product(monkeypatch)
 
 def test_the_speed_of_a_product_is_that_of_this_machine():
     cpu = machine.pick_compute("cpu", "float32")
-    assert timing.measure_product_speed(tiny(), 64, cpu) > 1e6
+    assert timing.measure_product_speed(32, 128, 64, cpu) > 1e6

@@ -67,6 +67,10 @@ def test_the_policy_allows_only_the_page_itself(visit):
     tab.evaluate("() => document.getElementById('planted').click()")
     assert tab.title() != "planted"
     assert len(visit.wrong) >= 2  # the console names what it refused
+    markup = (
+        """() => { try { document.body.innerHTML = "<b>" } catch (error) { return error.name } }"""
+    )
+    assert tab.evaluate(markup) == "TypeError"  # even the page's own script may not write markup
     visit.wrong.clear()
 
 

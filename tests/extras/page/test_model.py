@@ -40,7 +40,7 @@ def test_logits_in_int8_are_those_of_pytorch(visit, shape):
     check_logits(visit(build_page(run, "int8")), run, "int8", random_texts(3))
 
 
-def test_a_cache_changes_nothing_and_can_step_back(visit):
+def test_a_text_is_read_piece_by_piece_and_can_step_back(visit):
     for shape in ("window", "bloom"):
         run = random_run(shape)
         tab = visit(build_page(run))
@@ -48,13 +48,13 @@ def test_a_cache_changes_nothing_and_can_step_back(visit):
         whole, pieces, again = tab.evaluate(
             """tokens => {
               const { gpt } = opened;
-              const cache = new KVCache(gpt.config);
+              const record = [];
               const whole = Array.from(gpt.forward(tokens));
               const pieces = [tokens.slice(0, 1), tokens.slice(1, 8), tokens.slice(8)].flatMap(
-                (piece) => Array.from(gpt.forward(piece, cache)));
-              cache.truncate(5);
-              const last = gpt.forward(tokens.slice(5), cache, { nLogits: 1 });
-              return [whole, pieces, Array.from(last)];
+                (piece) => Array.from(gpt.forward(piece, record)));
+              record.length = 5;
+              gpt.forward(tokens.slice(5), record);
+              return [whole, pieces, Array.from(record.at(-1).logits)];
             }""",
             tokens,
         )

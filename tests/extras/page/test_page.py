@@ -43,6 +43,7 @@ def opened(visit: Any, run: Any, prompt: str = PROMPT) -> Any:
     tab = visit(build_page(run, prompt=prompt))
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.evaluate(FRESH)
+    tab.evaluate("choose({ place: Math.max(0, now.T - 2) })")  # where one sees what came
     # However busy the machine, no text is slow to read, which would make typing wait.
     tab.evaluate("performance.now = () => 0; updateTime = 0; 0")
     return tab
@@ -73,7 +74,13 @@ def select(tab: Any, place: int) -> None:
     tab.locator("#top .chip").nth(place).click()
 
 
-def test_it_opens_where_one_sees_what_came(visit):
+def test_it_opens_on_the_last_token_of_a_prompt(visit):
+    tab = visit(build_page(random_run(), prompt=PROMPT))
+    assert tab.evaluate("now.at") == len(PROMPT) - 1
+    assert "Not written yet" in tab.locator(".outcome").inner_text()
+
+
+def test_what_came_is_said_with_its_chance_and_rank(visit):
     tab = opened(visit, random_run())
     chosen = tab.locator(".chip[aria-pressed=true]").first
     assert chosen.get_attribute("data-focus") == f"chip-{len(PROMPT) - 2}"
@@ -83,6 +90,18 @@ def test_it_opens_where_one_sees_what_came(visit):
     )
     rank = 1 + sum(other > chance[ord("t")] for other in chance)
     assert tab.locator(".outcome").inner_text().endswith(f"{rank}.")
+
+
+def test_the_path_ends_at_what_the_bars_say(visit):
+    tab = opened(visit, random_run(sample={"temperature": 0.5, "bias": {"e": 3}}))
+    tab.locator("[data-station=head]").click()
+    first = max(bars(tab).values())
+    for place in ("[data-station=head]", "#station .number >> nth=0"):
+        assert percent(tab.locator(place).inner_text().split("→")[-1]) == pytest.approx(first)
+    tab.locator("#settings summary").click()
+    tab.get_by_label("temperature").press("End")
+    moved = percent(tab.locator("[data-station=head]").inner_text())
+    assert moved == pytest.approx(max(bars(tab).values())) != first
 
 
 def test_an_exported_page_opens_on_a_text_of_its_own(visit):
@@ -103,25 +122,7 @@ def test_typing_changes_the_bars(visit):
     assert "<|endoftext|>" in tab.locator("#top .chips").inner_text()
 
 
-def test_an_edit_outlines_what_was_expected_before(visit):
-    tab = opened(visit, random_run())
-    outline = tab.locator(".expected .before")
-    assert outline.count() == 0
-    tab.locator("#text").press_sequentially("s")
-    before = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)
-    row = tab.locator(".expected").first
-    token = int(row.get_attribute("data-token"))
-    width = row.locator(".before").evaluate("bar => Number.parseFloat(bar.style.width)")
-    assert width / 100 == pytest.approx(before[token], abs=1e-5)
-    select(tab, 3)
-    assert outline.count() == 0
-    tab.locator("#text").press_sequentially("s")
-    assert outline.count() >= 10
-    tab.get_by_role("button", name="One token").click()
-    assert outline.count() == 0
-
-
-def test_sliders_redraw_the_bars_and_say_what_they_remove(visit):
+def test_sliders_redraw_the_bars_and_name_what_removed_a_token(visit):
     tab = opened(visit, random_run(sample={"top_k": None, "temperature": 1.0}))
     tab.locator("#settings summary").click()
     select(tab, 9)
@@ -134,13 +135,11 @@ def test_sliders_redraw_the_bars_and_say_what_they_remove(visit):
     tab.get_by_label("top-k").press("ArrowRight")
     assert tab.locator(".expected.gone").count() >= 8
     assert tab.locator(".expected:not(.gone):not(.empty)").count() == 2
-    removed = tab.locator(".removed").inner_text()
-    assert removed.startswith("top-k removes 255 tokens")
-    assert percent(removed) == pytest.approx(1 - sum(sorted(chances)[-2:]), abs=0.006)
+    assert set(tab.locator(".gone small").all_inner_texts()) == {"top-k"}
     tab.get_by_label("min-p").press("End")  # nothing but the likeliest
     assert tab.locator(".expected:not(.gone):not(.empty)").count() == 1
     tab.get_by_label("temperature").press("Home")
-    assert "temperature removes 256" in tab.locator(".removed").inner_text()
+    assert set(tab.locator(".gone small").all_inner_texts()) == {"temperature"}
 
 
 def test_it_generates_what_generate_does_and_takes_it_back(visit):
@@ -412,7 +411,7 @@ def test_attributions_are_those_of_the_model(visit):
     assert sum(terms) == pytest.approx(logit - mean, abs=0.03)
 
 
-def test_the_induction_head_is_named_by_its_score(visit):
+def test_induction_is_a_column_where_the_text_repeats_itself(visit):
     tab = opened(visit, random_run())
     tab.locator("#kinds > summary").click()
     tab.locator("#text").fill("abc")
@@ -420,29 +419,11 @@ def test_the_induction_head_is_named_by_its_score(visit):
     assert columns.all_inner_texts() == ["heads", "previous", "first", "itself"]
     tab.locator("#text").fill(PROMPT)
     assert columns.count() == 4  # words come twice in it, but it does not repeat itself
-    tab.get_by_role("button", name="Repeat my text").click()
-    assert tab.locator("#text").input_value() == f"{PROMPT}\n{PROMPT}"
+    tab.locator("#text").fill(f"{PROMPT}\n{PROMPT}")
     scores = tab.evaluate("now.heads().flat().map(({ induction }) => induction)")
     shown = [percent(each) for each in tab.locator(".kinds td:nth-child(5)").all_inner_texts()]
     assert shown == pytest.approx(scores, abs=0.006)
     best = scores.index(max(scores))
-    assert f"is that of layer {best // 4}, head {best % 4}." in tab.locator("#kinds").inner_text()
-    tab.locator("[data-focus=induction-switch]").click()
-    assert tab.evaluate("state.off.heads") == [[best // 4, best % 4]]
-    halves = tab.locator(".halves b").all_inner_texts()
-    # What each token is given before it comes; the line break between the halves is in neither.
-    chances = tab.evaluate(
-        """text => {
-          const reader = new Reader(opened.gpt);
-          const tokens = opened.tokenizer.encode(text);
-          reader.read(tokens);
-          return tokens.slice(1).map((token, t) => softmax(reader.record[t].logits)[token]);
-        }""",
-        f"{PROMPT}\n{PROMPT}",
-    )
-    assert len(chances) == 2 * len(PROMPT)
-    for half, each in zip(halves, (chances[:21], chances[22:]), strict=True):
-        assert percent(half) == pytest.approx(sum(each) / len(each), abs=6e-4)
     tab.locator(f"[data-focus=kinds-{best // 4}-{best % 4}]").click()
     assert tab.evaluate("state.station") == f"attn:{best // 4}"
     tile = tab.locator("#station .tile[aria-pressed=true]")
@@ -593,16 +574,6 @@ def test_each_group_is_one_tab_stop(visit):
     assert tab.evaluate("[state.head, document.activeElement.dataset.focus]") == [1, "tile-1-1"]
 
 
-def test_one_switch_enlarges_all_text(visit):
-    tab = opened(visit, random_run())
-    sizes = """() => Array.from(document.querySelectorAll("main *"), (node) =>
-      Number.parseFloat(getComputedStyle(node).fontSize))"""
-    before = tab.evaluate(sizes)
-    tab.get_by_role("button", name="large").click()
-    assert tab.evaluate(sizes) == pytest.approx([1.4 * size for size in before], rel=1e-3)
-    assert tab.evaluate("document.documentElement.scrollWidth") == 390
-
-
 def test_the_lines_of_python_are_there():
     views = read("views.js")
     sources = {
@@ -718,17 +689,6 @@ def test_each_slider_moves_its_setting_and_both_ends_are_there(visit):
             assert output.inner_text() == ("off" if value is None else f"{value:g}")
 
 
-def test_settings_that_no_slider_moves_are_named_where_they_do_something(visit):
-    assert opened(visit, random_run()).evaluate("listOtherSettings()") == []
-    sample = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    sample |= {"bias": {"a": 1}, "ban": ["b"], "stop": ["c"]}
-    tab = opened(visit, random_run(sample=sample))
-    assert tab.evaluate("listOtherSettings()") == [
-        *("repetition_penalty 1.5", "presence_penalty 0.5", "frequency_penalty -0.5"),
-        *("bias", "ban", "stop"),
-    ]
-
-
 def test_a_window_ends_where_that_of_the_model_does(visit):
     tab = opened(visit, random_run("window"))  # of 5, and none in every second layer
     assert tab.evaluate("[8, 9, 10].map((key) => canSee(0, 9, key))") == [True, True, False]
@@ -782,14 +742,145 @@ def test_a_neuron_pushes_what_its_column_raises_as_it_fires(visit):
     assert shown == [token for _, token in rows]
 
 
-def test_a_pair_is_drawn_as_it_turns(visit):
+LEARNT = """([text, steps]) => {
+  const { gpt, tokenizer } = opened;
+  const reader = new Reader(gpt);
+  const optimizer = new AdamW();
+  const embeds = [gpt.embed.slice()];
+  let walk;
+  for (let step = 0; step < steps; step++) {
+    reader.forget();
+    reader.read(tokenizer.encode(text));
+    const pauses = gpt.backward(reader.record);
+    do walk = pauses.next(); while (!walk.done);
+    optimizer.update(gpt.weights, walk.value);
+    embeds.push(gpt.embed.slice());
+  }
+  globalThis.learnt = { embeds, gradients: walk.value };
+}"""
+SAME_WEIGHTS = """() => Object.entries(opened.gpt.weights).every(([name, values]) =>
+  values.every((value, i) => Object.is(value, gpt.weights[name][i])))"""
+NOTHING_RUNS = "() => learning?.run === null"
+
+
+def test_it_learns_the_text_and_all_follows(visit):
+    tab = opened(visit, random_run("gpt2"))
+    step, undo = (tab.get_by_role("button", name=name) for name in ("One step", "Undo learning"))
+    before = bars(tab)
+    assert undo.is_disabled()
+    assert tab.locator("#lastStep").is_hidden()
+    tab.evaluate("gpt.meanHead")  # which is kept
+    for _ in range(3):
+        step.click()
+        tab.wait_for_function(NOTHING_RUNS)
+    tab.evaluate(LEARNT, [PROMPT, 3])
+    assert tab.evaluate(SAME_WEIGHTS)
+    assert tab.evaluate("gpt.meanHead.join() === opened.gpt.meanHead.join()")
+    check_bars(tab, tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT))
+    said = tab.locator("#top p", has_text="Loss after 3 steps")
+    losses = [float(x) for each in said.locator("b").all_inner_texts() for x in each.split(" → ")]
+    assert losses[1] < losses[0] - 0.3
+    assert losses == losses[:2] * 2  # the page opened with this text
+    text = list(PROMPT.encode())
+    chances = tab.evaluate(
+        "text => Array.from(text, (_, at) => chances(fresh(text, at).logits, 1))", PROMPT
+    )
+    assert losses[1] == pytest.approx(cross_entropy(chances, text), abs=0.006)
+    shades = "chips => chips.map((chip) => chip.style.backgroundColor)"
+    colors = tab.locator("#top .chip").evaluate_all(shades)
+    expected = "shares => shares.map((share) => `rgb(${colorOf(share).join(', ')})`)"
+    shares = [1 - chances[t][token] for t, token in enumerate(text[1:])]
+    assert colors == ["", *tab.evaluate(expected, shares)]
+    undo.click()
+    assert tab.evaluate("learning") is None
+    assert not tab.evaluate(SAME_WEIGHTS)
+    tab.evaluate("globalThis.opened = openPage(document)")
+    assert tab.evaluate(SAME_WEIGHTS)
+    assert bars(tab) == before
+    assert not any(tab.locator("#top .chip").evaluate_all(shades))
+    assert tab.locator(".curves").count() == 0
+    assert tab.locator("#lastStep").is_hidden()
+
+
+def cross_entropy(chances: list[list[float]], text: list[int]) -> float:
+    rows = torch.tensor(chances)[:-1]
+    return -rows.log().gather(1, torch.tensor(text)[1:, None]).mean().item()
+
+
+def test_a_step_is_shown_in_numbers(visit):
     tab = opened(visit, random_run())
-    drawn = tab.evaluate("""() => {
-      const drawing = drawPlane([2, 0], [0, 2], Math.PI / 2, 2);
-      const place = (name) => ["cx", "cy"].map(
-        (key) => Number(drawing.querySelector(`circle.${name}`).getAttribute(key)));
-      return [place("before"), place("after"), drawing.querySelector(".turn").getAttribute("d")];
-    }""")
-    assert drawn[:2] == [[100, 0], [0, -100]]  # up is negative in SVG
-    assert drawn[2].startswith("M50.0 ")
-    assert drawn[2].endswith("L0.0 -50.0")
+    for _ in range(2):
+        tab.get_by_role("button", name="One step").click()
+        tab.wait_for_function(NOTHING_RUNS)
+    tab.locator("#lastStep > summary").click()
+    tab.locator("#number").fill("7")
+    tab.locator("#number").press("Enter")
+    tab.evaluate(LEARNT, [PROMPT, 2])
+    at = 32 * tab.evaluate("now.target") + 7
+    before, after, gradient = tab.evaluate(
+        """(at) => [learnt.embeds[1][at], learnt.embeds[2][at],
+          learnt.gradients["embed.weight"][at]]""",
+        at,
+    )
+    shown = tab.locator("#lastStep dd").all_inner_texts()
+    assert [real(each) for each in shown[:2]] == pytest.approx([before, gradient], abs=1e-6)
+    mean, root = map(real, shown[2:4])
+    assert f"{real(shown[5].split(' = ')[1]):.6f}" == f"{after:.6f}"
+    assert before * (1 - 3e-4 * 0.01) - 3e-4 * mean / root == pytest.approx(after, abs=2e-6)
+    parts = tab.locator("#lastStep .bars > div").all()
+    assert len(parts) == 5  # an embedding and 2 layers; the head is tied
+    found = """Object.entries(learnt.gradients).map(([name, all]) => [name, measureLength(all)])"""
+    lengths = dict(tab.evaluate(found))
+    mlp = [n for name, n in lengths.items() if name.startswith("blocks.1.mlp")]
+    assert real(parts[4].locator(".number").inner_text()) == pytest.approx(
+        sum(n * n for n in mlp) ** 0.5, abs=6e-4
+    )
+    total = sum(real(each.locator(".number").inner_text()) ** 2 for each in parts)
+    final = lengths["final_norm.weight"]
+    assert total + final**2 == pytest.approx(sum(n * n for n in lengths.values()), rel=1e-3)
+    tab.evaluate(FIND_FAULTS)
+    assert tab.evaluate("findFaults()") == []
+
+
+def test_learning_can_be_watched_stopped_and_gone_on_with(visit):
+    page = build_page(random_run(), prompt=PROMPT)
+    tab = visit(page.replace(b"STEPS = 100;", b"STEPS = 1e9;"))
+    tab.evaluate("globalThis.time = 0; performance.now = () => (time += 50); 0")  # pauses often
+    tab.get_by_role("button", name="Learn", exact=True).click()
+    tab.wait_for_function("() => learning?.optimizer.step >= 2")
+    tab.evaluate("choose({ place: 3 })")  # amid a step
+    open_station(tab, "attn:1")
+    tab.get_by_role("button", name="Pause").click()
+    tab.wait_for_function(NOTHING_RUNS)
+    steps = tab.evaluate("learning.optimizer.step")
+    tab.locator("#text").fill("another text")
+    tab.wait_for_function("() => now.T === 12")
+    assert tab.evaluate("learning.optimizer.step") <= steps + 1
+    assert tab.locator("#top .chip[style]").count() == 11
+    tab.get_by_role("button", name="Learn", exact=True).click()
+    tab.wait_for_function("steps => learning.optimizer.step > steps + 2", arg=steps)
+    tab.locator("#text").press("x")  # stops it
+    assert tab.evaluate("learning.run") is None
+    tab.get_by_role("button", name="Learn", exact=True).click()
+    tab.get_by_role("button", name="Generate").click()  # as well
+    assert tab.evaluate("pause(), learning.run") is None
+    tab.locator("#text").fill("")
+    assert tab.get_by_role("button", name="Learn", exact=True).is_disabled()
+    stopped = """() => {
+      const before = gpt.embed.join();
+      for (const _ of takeStep(learning, {}));
+      return before === gpt.embed.join();
+    }"""
+    tab.locator("#text").fill("ab")
+    assert tab.evaluate(stopped)  # a step that was stopped moves nothing
+    tab.get_by_role("button", name="Undo learning").click()
+    assert tab.evaluate(SAME_WEIGHTS)
+
+
+def test_a_model_that_is_too_large_to_teach_says_so(visit):
+    page = build_page(random_run(), prompt=PROMPT).replace(
+        b"LEARNED = 6_000_000", b"LEARNED = 1000"
+    )
+    tab = visit(page)
+    assert tab.get_by_role("button", name="Learn", exact=True).count() == 0
+    assert "up to 1,000 weights" in tab.locator("#top").inner_text()
