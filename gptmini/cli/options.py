@@ -54,7 +54,7 @@ def load_torch() -> None:
 NEWEST_RUN_HELP = "the newest directory in runs/"
 _CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
 _DATA_HELP = (
-    "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
+    "Text to use: a file, folder, quoted glob, token numbers (.bin), - for standard input, "
     "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
     "hf:OWNER/NAME[@REVISION][/GLOB]. Repeat to use several."
 )

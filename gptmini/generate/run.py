@@ -519,7 +519,7 @@ def load_run(
     `weights` is the precision of the matrices: float32 as trained, or bfloat16 (the default) or
     int8, which are faster on a CPU. There the compiled engine also rounds the inputs of every
     product, and keys and values to bfloat16. With bfloat16, a GPU that multiplies it generates
-    wholly in bfloat16. `cache` is the folder of the compiled engine.
+    wholly in bfloat16.
     """
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")

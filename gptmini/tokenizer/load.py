@@ -13,7 +13,6 @@ from gptmini.tokenizer.bpe_tokenizer import (
     create_bpe_tokenizer,
     load_published_encoding,
 )
-from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import (
     CHAT_TEMPLATE,
     CHAT_TOKENS,
@@ -83,6 +82,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         data = files.read_json(path)
         if "format" not in data and "model" in data:
+            from gptmini.tokenizer.foreign import adopt_tokenizer  # noqa: PLC0415 - few need it
+
             return adopt_tokenizer(files.read_regular(path).decode(), path, end_tokens=USUAL_ENDS)
         return from_dict(data)
     except OSError as error:
@@ -113,5 +114,7 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     if "file" in data:
+        from gptmini.tokenizer.foreign import ForeignTokenizer  # noqa: PLC0415 - few need it
+
         return ForeignTokenizer.from_dict(data)
     return BpeTokenizer.from_dict(data)

@@ -248,7 +248,7 @@ def test_a_run_that_goes_on_elsewhere_says_that_its_bits_will_differ(
 ):
     begin = build._start_progress
     train(config.with_train(steps=3))
-    monkeypatch.setattr(build, "_start_progress", lambda to: replace(begin(to), **{name: other}))
+    monkeypatch.setattr(build, "_start_progress", lambda *to: replace(begin(*to), **{name: other}))
     train(config)
     said = capsys.readouterr().err
     (line,) = [line for line in said.splitlines() if "bit-identical" in line]
