@@ -51,8 +51,6 @@ def export(
     )
     if exported.rounding:
         say(f"proof: rounding to {kind} changes logits by at most {exported.rounding:.1e}")
-    if exported.generated_by:
-        say(f"proof: {exported.generated_by} loads it and generates with it")
     print(out)
     if to == "hf":
         say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
