@@ -26,13 +26,14 @@ from gptmini.errors import (
     shorten,
 )
 from gptmini.extras.interop import architectures
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.generate.run import Run
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.runs.tensors import NamedTensors, write_tensors
-from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
+from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
