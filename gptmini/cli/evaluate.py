@@ -49,7 +49,7 @@ def evaluate(
         measure_copied,
     )
 
-    trained = load_run(path, pick_device(device).type, weights)
+    trained = load_run(path, pick_device(device).type, weights, rounds_model=True)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(

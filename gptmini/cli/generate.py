@@ -114,12 +114,12 @@ def generate(
     load_torch()
     from gptmini.generate.run import load_run
 
-    trained = load_run(path, device, weights)
+    trained = load_run(path, device, weights, rounds_model=True)
     if run is None:
         console.say(f"{path}, step {trained.step}")
     drafter: Run | str | None = "lookup" if lookup else None
     if draft_path is not None:
-        drafter = load_run(draft_path, device, weights)
+        drafter = load_run(draft_path, device, weights, rounds_model=True)
     how: Settings = {
         "use_cache": not no_cache,
         "special": special or chat,

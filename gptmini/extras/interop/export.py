@@ -98,8 +98,6 @@ def export_run(
     architecture fits the run's settings, GptminiError if the result computes something else.
     """
     run = run if isinstance(run, Run) else load_run(run, "cpu", "float32")
-    if run.weights != "float32":
-        raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
     if own := find_own_module(run.model):
         raise ConfigError(f"{run.path}: {own}, which no other program computes; use it in Python")
     if to not in ("hf", "gguf"):
