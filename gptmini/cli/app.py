@@ -23,6 +23,7 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__, console
+from gptmini.cli.chat import chat
 from gptmini.cli.convert import convert
 from gptmini.cli.data import data_app
 from gptmini.cli.evaluate import evaluate
@@ -87,6 +88,7 @@ class _Command(typer.core.TyperCommand):
 
 app.command()(train)
 app.command()(generate)
+app.command()(chat)
 app.command()(score)
 app.command()(evaluate)
 app.command()(inspect)
@@ -243,7 +245,7 @@ def _find_remedy(option: str, command: str, known: list[str]) -> str:
     if "--set" in known:
         from gptmini.config.load import find_full_key, find_remedy
 
-        section = "sample." if command.endswith(" generate") else ""
+        section = "sample." if command.endswith((" generate", " chat")) else ""
         name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
         key = find_full_key(name, section)
         if key:
@@ -255,7 +257,6 @@ def _find_remedy(option: str, command: str, known: list[str]) -> str:
 
 # Commands of other programs, up to an underscore, and ours.
 _OTHER_COMMANDS = {
-    "chat": "generate --chat -i",
     "convert-hf": "export",
     "download": "import",
     "finetune": "train --from",

@@ -104,9 +104,8 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
         made = format_count(steps, "step")
         say(f"{made}: too few for a model, so this is noise; pass a larger {longer}")
         return
-    ask = "continue your own prompt with"
-    chat = ""
+    name = quote(trained.run.path)
     if trained.corpus.has_ignored:  # it learned to answer
-        ask = "ask it with"
-        chat = "--chat "
-    say(f"{ask}: gptmini generate {quote(trained.run.path)} {chat}--prompt TEXT")
+        say(f"talk with it: gptmini chat {name}")
+    else:
+        say(f"continue your own prompt with: gptmini generate {name} --prompt TEXT")

@@ -392,7 +392,7 @@ class Run:
         """
         if self._chat_template is None:
             raise ConfigError(
-                f"{self.path}: has no chat template: its model continues texts; leave --chat out"
+                f"{self.path}: has no chat template: its model continues texts; use generate"
             )
         return self._chat_template.render(messages)
 

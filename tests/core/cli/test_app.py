@@ -152,7 +152,7 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert commands[:2] == ["train", "generate"]
     described = " ".join(gptmini("train", "--help")[1].split())
     assert f"for {Config().train.steps} steps" in described
-    assert commands[2:7] == ["score", "evaluate", "inspect", "convert", "runs"]
+    assert commands[2:8] == ["chat", "score", "evaluate", "inspect", "convert", "runs"]
     assert commands[-2:] == ["data", "tokenizer"]
 
 

@@ -315,7 +315,7 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
         assert code == 0, captured.err
         if words.startswith("import"):
             assert "its texts end with <|im_end|> or <|endoftext|>" in captured.err
-            assert "--chat --prompt TEXT" in captured.err
+            assert "it answers questions with:\n  gptmini chat " in captured.err
         if words.startswith("tokenizer"):
             assert "special tokens   <|endoftext|>, <|im_start|>, <|im_end|>\n" in captured.out
             assert "texts end with   <|endoftext|> or <|im_end|>\n" in captured.out
