@@ -26,7 +26,7 @@ from gptmini.extras.interop.folding import fold
 from gptmini.generate.own_model import find_own_module
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import create_undrawn
-from gptmini.tokenizer.foreign import SPACE
+from gptmini.tokenizer.foreign import SPACE, ForeignTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 from gptmini.train.evaluate_run import load_corpus
 
@@ -161,9 +161,14 @@ def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
         if SPACE in text and isinstance(tokenizer, CharTokenizer):
             continue  # llama.cpp takes it for a space
         if tokenizer.encode(text).tolist() != read_back.encode(text).tolist():
-            raise GptminiError(
-                f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
-            )
+            raise _make_text_error(out, tokenizer, f"the text {text!r} has other tokens there")
+
+
+def _make_text_error(out: Path, tokenizer: Tokenizer, problem: str) -> GptminiError:
+    """Make the error for other tokens: of another model's tokenizer, the format may not have it."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        return ConfigError(f"{out}: not written: {problem}; choose another format or model")
+    return GptminiError(f"{out}: not written: {problem}; {REPORT_BUG}")
 
 
 def check_logits(
@@ -245,9 +250,7 @@ def generate_by_transformers(
         plain = tokenizer.encode(text)
         same_tokens = read[text] == tokenizer.add_bos(encode(text).tolist())
         if not same_tokens or reader.decode(plain) != tokenizer.decode(plain):
-            raise GptminiError(
-                f"{out}: not written: {program} reads {text!r} otherwise; {REPORT_BUG}"
-            )
+            raise _make_text_error(out, tokenizer, f"{program} reads {text!r} otherwise")
     return program
 
 
