@@ -50,7 +50,7 @@ def evaluate(
     )
     from gptmini.train.rules import LearntRule, format_rules
 
-    trained = load_run(path, pick_device(device).type, weights)
+    trained = load_run(path, pick_device(device).type, weights, rounds_model=True)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(

@@ -90,6 +90,50 @@ WeightsType = Annotated[
     str,
     option(..., "TYPE", "Precision of the weights: float32, bfloat16 or int8, if memory is short."),
 ]
+MaxNewTokens = Annotated[
+    int | None, option(..., "N", "Tokens at most; raise it if texts break off.")
+]
+Temperature = Annotated[
+    float | None,
+    option(
+        ...,
+        "X",
+        "Randomness: lower it if texts ramble, raise it if they repeat themselves; 0 always takes "
+        "the most likely token.",
+    ),
+]
+TopK = Annotated[
+    int | None, option(..., "K", "Keep the K most likely tokens; lower it if words make no sense.")
+]
+TopP = Annotated[
+    float | None,
+    option(
+        ...,
+        "P",
+        "Keep the most likely tokens with total probability P, such as 0.9: more where "
+        "the model is unsure.",
+    ),
+]
+MinP = Annotated[
+    float | None,
+    option(
+        ...,
+        "P",
+        "Keep tokens at least P times as likely as the most likely one, such as 0.05: "
+        "for high temperatures.",
+    ),
+]
+Seed = Annotated[int | None, option(..., "N", "Random seed; change it for another text.")]
+SampleAssignments = Annotated[
+    list[str] | None,
+    option(
+        ...,
+        "sample.KEY=VALUE",
+        "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
+        "ban, bias, overflow.",
+        "--set",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -99,6 +143,23 @@ def parse_assignments(assignments: list[str] | None) -> list[tuple[str, tuple[st
 
     pairs = [yamlfile.parse_assignment(text) for text in assignments or []]
     return [(f"--set {'.'.join(path)}", path, value) for path, value in pairs]
+
+
+def parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:
+    """Check the sampling settings of --set and of the options, which override it.
+
+    This comes before torch is loaded, so that a mistake is answered at once.
+    """
+    from gptmini.config import load
+
+    overrides = parse_assignments(assignments)
+    for label, path, _ in overrides:
+        if path[0] != "sample":
+            raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
+    for key, value in options.items():
+        if value is not None:
+            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), value))
+    return load.load_config(None, overrides).sample.model_dump(exclude_unset=True)
 
 
 class Named(NamedTuple):

@@ -106,13 +106,11 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
         return
     if STORIES in trained.config.data.path:
         _show_rules(trained)
-    ask = "continue your own prompt with"
-    chat = ""
-    if trained.corpus.has_ignored:  # it learned to answer
-        ask = "ask it with"
-        chat = "--chat "
     name = quote(trained.run.path)
-    say(f"{ask}: gptmini generate {name} {chat}--prompt TEXT")
+    if trained.corpus.has_ignored:  # it learned to answer
+        say(f"talk with it: gptmini chat {name}")
+    else:
+        say(f"continue your own prompt with: gptmini generate {name} --prompt TEXT")
     say(f"look inside: gptmini inspect {name} --prompt TEXT --out page.html")
 
 

@@ -123,7 +123,7 @@ def import_model(
     say(f"its texts {begins}end with {ends}")
     if tokenizer.chat_template is not None:
         say("it answers questions with:")
-        say(f"  gptmini generate {name} --chat --prompt TEXT")
+        say(f"  gptmini chat {name}")
 
 
 COMMANDS = {"export": export, "import": import_model}

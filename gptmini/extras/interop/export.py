@@ -21,7 +21,7 @@ from gptmini.extras.interop.folding import fold
 from gptmini.generate.own_model import find_own_module
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import create_undrawn
-from gptmini.tokenizer.foreign import SPACE
+from gptmini.tokenizer.foreign import SPACE, ForeignTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 from gptmini.train.evaluate_run import load_corpus
 
@@ -86,8 +86,6 @@ def export_run(
     architecture fits the run's settings, GptminiError if the result computes something else.
     """
     run = run if isinstance(run, Run) else load_run(run, "cpu", "float32")
-    if run.weights != "float32":
-        raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
     if own := find_own_module(run.model):
         raise ConfigError(f"{run.path}: {own}, which no other program computes; use it in Python")
     if to not in ("hf", "gguf"):
@@ -146,9 +144,14 @@ def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
         if SPACE in text and isinstance(tokenizer, CharTokenizer):
             continue  # llama.cpp takes it for a space
         if tokenizer.encode(text).tolist() != read_back.encode(text).tolist():
-            raise GptminiError(
-                f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
-            )
+            raise _make_text_error(out, tokenizer, f"the text {text!r} has other tokens there")
+
+
+def _make_text_error(out: Path, tokenizer: Tokenizer, problem: str) -> GptminiError:
+    """Make the error for other tokens: of another model's tokenizer, the format may not have it."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        return ConfigError(f"{out}: not written: {problem}; choose another format or model")
+    return GptminiError(f"{out}: not written: {problem}; {REPORT_BUG}")
 
 
 def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:

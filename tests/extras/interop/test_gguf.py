@@ -11,10 +11,10 @@ import torch
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.extras.interop import gguf, gguf_reader
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.export import HARD_TEXTS, export_run
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.foreign import MAKERS
