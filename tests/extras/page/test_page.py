@@ -866,6 +866,13 @@ def test_learning_can_be_watched_stopped_and_gone_on_with(visit):
     assert tab.evaluate("pause(), learning.run") is None
     tab.locator("#text").fill("")
     assert tab.get_by_role("button", name="Learn", exact=True).is_disabled()
+    stopped = """() => {
+      const before = gpt.embed.join();
+      for (const _ of takeStep(learning, {}));
+      return before === gpt.embed.join();
+    }"""
+    tab.locator("#text").fill("ab")
+    assert tab.evaluate(stopped)  # a step that was stopped moves nothing
     tab.get_by_role("button", name="Undo learning").click()
     assert tab.evaluate(SAME_WEIGHTS)
 
