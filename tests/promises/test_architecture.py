@@ -50,6 +50,7 @@ GUEST_DOORS = {
     ("doors", "load_plots", "extras.plots"),
     ("generate.engine", "open_engine", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
+    ("tokenizer.load", "_adopt_file", "extras.interop"),
     ("train.group", "join_group", "extras.parallel"),
 }
 # The public names whose home is a guest; `gptmini/__init__.py` imports it when one is first used.

@@ -166,7 +166,6 @@ def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-@pytest.mark.usefixtures("only_read_back")
 def test_every_command_runs(
     readme: Path,
     tmp_path: Path,

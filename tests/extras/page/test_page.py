@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.tokenizer_json import (
     build_added_token,
     build_post_processor,
@@ -15,7 +16,6 @@ from gptmini.extras.interop.tokenizer_json import (
 )
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
-from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer
 from tests.extras.page.samples import SHAPES, random_run, rounded
 from tests.support import HOSTILE
