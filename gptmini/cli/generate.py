@@ -34,54 +34,35 @@ Settings = dict[str, Any]
 
 def generate(
     run: RunName = None,
-    prompt: str | None = option(None, "TEXT", "The text to continue."),
+    prompt: str | None = option(None, "TEXT", "Text to continue."),
     prompt_file: Path | None = option(
-        None,
-        "FILE",
-        "Read the prompt from a file, without its last line break; - is standard input.",
+        None, "FILE", "File with the prompt, without its last line break; - is stdin."
     ),
     interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
     samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
     max_new_tokens: int | None = option(None, "N", "Tokens at most; raise it if texts break off."),
     temperature: float | None = option(
-        None,
-        "X",
-        "Randomness: lower it if texts ramble, raise it if they repeat themselves; 0 always takes "
-        "the most likely token.",
+        None, "X", "Lower it if texts ramble, raise it if they repeat; 0: greedy."
     ),
     top_k: int | None = option(
-        None, "K", "Keep the K most likely tokens; lower it if words make no sense."
+        None, "K", "Keep the K likeliest tokens; lower K if words make no sense."
     ),
     top_p: float | None = option(
-        None,
-        "P",
-        "Keep the most likely tokens with total probability P, such as 0.9: more where "
-        "the model is unsure.",
+        None, "P", "Keep the likeliest tokens up to total probability P, such as 0.9."
     ),
     min_p: float | None = option(
-        None,
-        "P",
-        "Keep tokens at least P times as likely as the most likely one, such as 0.05: "
-        "for high temperatures.",
+        None, "P", "Try 0.05 at high temperature: drops tokens below P times the likeliest."
     ),
-    stop: list[str] | None = option(None, "TEXT", "Stop before this text. Repeat to use several."),
+    stop: list[str] | None = option(None, "TEXT", "Stop before this text; repeatable."),
     seed: int | None = option(None, "N", "Random seed; change it for another text."),
     assignments: list[str] | None = option(
-        None,
-        "sample.KEY=VALUE",
-        "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
-        "ban, bias, overflow.",
-        "--set",
+        None, "sample.KEY=VALUE", "Other sampling settings; see gptmini settings sample.", "--set"
     ),
-    chat: bool = flag(
-        "Ask an instruct model: apply its chat template; with -i, hold a conversation.", "--chat"
-    ),
+    chat: bool = flag("Ask an instruct model; with -i, hold a conversation.", "--chat"),
     special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
-    lookup: bool = flag(
-        "Speculate from the prompt; same output, sometimes faster, as in code.", "--lookup"
-    ),
+    lookup: bool = flag("Guess from repetitions and check: same text, often faster.", "--lookup"),
     draft: Path | None = option(
-        None, "RUN", "Speculate with a smaller run; same output, faster if that is far smaller."
+        None, "RUN", "Guess with a far smaller run and check: same text, faster."
     ),
     batch_size: int = option(
         16, "N", "Texts generated in parallel; lower it if memory runs out.", min=1, max=4096
@@ -89,7 +70,7 @@ def generate(
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     threads: Threads = None,
-    no_cache: bool = flag("Use neither KV cache nor compiled engine: to check them.", "--no-cache"),
+    no_cache: bool = flag("Use neither KV cache nor compiled engine, for debugging.", "--no-cache"),
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model.

@@ -52,23 +52,13 @@ def load_torch() -> None:
 
 
 NEWEST_RUN_HELP = "the newest directory in runs/"
-_CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
-_DATA_HELP = (
-    "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
-    "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
-    "hf:OWNER/NAME[@REVISION][/GLOB]. Repeat to use several."
-)
-_SET_HELP = (
-    "Override a setting, such as train.lr=1e-3. Repeat to override several. gptmini settings "
-    "lists all keys."
-)
-_ATTENTION_HELP = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
-_MINUTES_HELP = (
-    "Minutes that the whole command may take, in place of the steps of CONFIG; sizes that are not "
-    "set are chosen to fit."
-)
-_THREADS_HELP = "CPU threads to use. Beside other busy programs, one is often faster."
-_BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
+_CONFIG_HELP = "A YAML file, a name in configs/, a text, or a run."
+_DATA_HELP = "Text: file, folder, quoted glob, -, builtin:python-docs or hf:OWNER/NAME; repeatable."
+_SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."
+_ATTENTION_HELP = "mha, mqa, gqa:N (N KV heads) or window:N (N positions)."
+_MINUTES_HELP = "Time budget for the whole command; picks every size you left open."
+_THREADS_HELP = "CPU threads; try 1 beside other busy programs."
+_BASE_HELP = "Fine-tune this run: begin a new one with its best weights."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
@@ -87,8 +77,7 @@ Threads = Annotated[
 Base = Annotated[Path | None, option(..., "RUN", _BASE_HELP, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu, cuda, mps or xpu.")]
 WeightsType = Annotated[
-    str,
-    option(..., "TYPE", "Precision of the weights: float32, bfloat16 or int8, if memory is short."),
+    str, option(..., "TYPE", "Precision: float32, bfloat16, or int8 if memory is short.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -53,8 +53,8 @@ def train(
     """Train a model on a text, or resume a run.
 
     Without CONFIG and --data, train configs/default.yaml: a small model for 400 steps on the
-    language reference that comes with Python. Running the same command again resumes a stopped
-    run; so does gptmini train with the run's directory.
+    language reference that comes with Python. To resume a stopped run, repeat the command, or use
+    the run directory as CONFIG.
     """
     started = time.perf_counter()
     from gptmini.config.load import find_request
