@@ -68,8 +68,6 @@ DOORS = {  # the only modules that import a library
     "rich": {"console", "extras.plots.plots", "extras.compare.plots"},
     "safetensors": {"runs.tensors", "extras.interop.huggingface"},
     "gguf": {"extras.interop.gguf"},
-    "transformers": {"extras.interop.export"},
-    "xllamacpp": {"extras.interop.export"},
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"extras.plots.plots"},
