@@ -45,7 +45,7 @@ from gptmini.errors import (
 from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
-    help="Turn any text into a GPT that you understand.",
+    help="Train a small GPT on your text and look inside.",
     epilog="Add --debug to any command to see the traceback of a failure.",
     add_completion=False,
     pretty_exceptions_enable=False,

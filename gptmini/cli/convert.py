@@ -13,9 +13,9 @@ def convert(
     steps: int | None = option(
         None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
     ),
-    out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
+    out: Path | None = option(None, "DIR", "New run directory.", show_default="RUN-ATTENTION"),
 ) -> None:
-    """Start a new run from a trained model, with its KV heads averaged into fewer."""
+    """Convert a model to GQA, MQA or a window."""
     if attention is None:
         raise ConfigError("--attention: missing; write for example --attention gqa:2")
     path = resolve_run(run)

@@ -12,7 +12,7 @@ data_app = typer.Typer(help="Download and prepare texts.")
 @data_app.command("fetch")
 def fetch(
     name: str = argument(..., "NAME", "tinyshakespeare or tinystories."),
-    out: Path = option(Path("data"), "DIR", "The folder to save it in."),
+    out: Path = option(Path("data"), "DIR", "Folder to save it in."),
 ) -> None:
     """Download a known corpus and check its SHA-256."""
     from gptmini.data import fetch as fetching
@@ -24,7 +24,7 @@ def fetch(
 def prepare(config: ConfigName = None, data: Data = None, assignments: Assignments = None) -> None:
     """Turn a text into tokens, as train does before its first step.
 
-    The cache that holds them can be copied to another machine with the text.
+    To train on another machine, copy the cache there with the text.
     """
     from gptmini.data import corpus
 

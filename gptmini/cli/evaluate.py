@@ -23,18 +23,22 @@ def evaluate(
     run: RunName = None,
     data: Data = None,
     stride: int | None = option(
-        None, "N", "Tokens from one window to the next.", min=1, show_default="one window"
+        None,
+        "N",
+        "Tokens between windows; lower it to give tokens more context.",
+        min=1,
+        show_default="one window",
     ),
-    batch_size: int = option(16, "N", "Windows per batch.", min=1),
+    batch_size: int = option(16, "N", "Windows per batch; lower it if memory runs out.", min=1),
     split: Literal["validation", "test"] = option(
-        "validation", "PART", "Part of its own text: validation, or test if data.test is set."
+        "validation", "PART", "Part of its own text; test needs data.test."
     ),
     weights: WeightsType = "float32",
     device: Device = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a trained model on its held-out text, or on all of another text."""
+    """Measure a trained model on held-out text, or on another text."""
     if data and split == "test":
         raise ConfigError("--split test: a part of the run's own text; leave out --data")
     path = resolve_run(run)

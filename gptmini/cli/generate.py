@@ -39,11 +39,9 @@ Settings = dict[str, Any]  # of `Run.start`
 
 def generate(
     run: RunName = None,
-    prompt: str | None = option(None, "TEXT", "The text to continue."),
+    prompt: str | None = option(None, "TEXT", "Text to continue."),
     prompt_file: Path | None = option(
-        None,
-        "FILE",
-        "Read the prompt from a file, without its last line break; - is standard input.",
+        None, "FILE", "File with the prompt, without its last line break; - is stdin."
     ),
     interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
     special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
@@ -54,14 +52,12 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
-    stop: list[str] | None = option(None, "TEXT", "Stop before this text. Repeat to use several."),
+    stop: list[str] | None = option(None, "TEXT", "Stop before this text; repeatable."),
     seed: Seed = None,
     assignments: SampleAssignments = None,
-    lookup: bool = flag(
-        "Speculate from the prompt; same output, sometimes faster, as in code.", "--lookup"
-    ),
+    lookup: bool = flag("Guess from repetitions and check: same text, often faster.", "--lookup"),
     draft: Path | None = option(
-        None, "RUN", "Speculate with a smaller run; same output, faster if that is far smaller."
+        None, "RUN", "Guess with a far smaller run and check: same text, faster."
     ),
     batch_size: int = option(
         16, "N", "Texts generated in parallel; lower it if memory runs out.", min=1, max=4096
@@ -69,7 +65,7 @@ def generate(
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     threads: Threads = None,
-    no_cache: bool = flag("Use neither KV cache nor compiled engine: to check them.", "--no-cache"),
+    no_cache: bool = flag("Use neither KV cache nor compiled engine, for debugging.", "--no-cache"),
 ) -> None:
     """Continue a prompt with a trained model.
 

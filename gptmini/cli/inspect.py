@@ -14,18 +14,16 @@ def inspect(
     layer: int | None = option(None, "N", "Only this layer, counted from 0."),
     head: int | None = option(None, "N", "Only this head, counted from 0."),
     mask: str | None = option(
-        None,
-        "MASK",
-        "Show a mask instead of a model: causal, or window:N with a window of N positions.",
+        None, "MASK", "Show a mask instead: causal, or window:N for N positions."
     ),
     size: int | None = option(
         None, "N", "Positions of the mask.", min=1, max=256, show_default="12"
     ),
     out: Path | None = option(
-        None, "FILE", "Also write an interactive page (.html) or a picture (.png, .pdf, .svg)."
+        None, "FILE", "Also write an interactive page (.html) or picture (.png, .pdf, .svg)."
     ),
 ) -> None:
-    """Show what the heads of a trained model attend to, or what a mask hides."""
+    """Show what attention heads look at, or what a mask hides."""
     only_without_mask = {"RUN": run, "--prompt": prompt, "--layer": layer, "--head": head}
     if mask is None and size is not None:
         raise ConfigError("--size: works only with --mask; remove one of them")

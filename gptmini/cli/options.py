@@ -52,23 +52,13 @@ def load_torch() -> None:
 
 
 NEWEST_RUN_HELP = "the newest directory in runs/"
-_CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
-_DATA_HELP = (
-    "Text to use: a file, folder, quoted glob, token numbers (.bin), - for standard input, "
-    "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
-    "hf:OWNER/NAME[@REVISION][/GLOB]. Repeat to use several."
-)
-_SET_HELP = (
-    "Override a setting, such as train.lr=1e-3. Repeat to override several. gptmini settings "
-    "lists all keys."
-)
-_ATTENTION_HELP = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
-_MINUTES_HELP = (
-    "Minutes that the whole command may take, in place of the steps of CONFIG; sizes that are not "
-    "set are chosen to fit."
-)
-_THREADS_HELP = "CPU threads to use. Beside other busy programs, one is often faster."
-_BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
+_CONFIG_HELP = "A YAML file, a name in configs/, a text, or a run."
+_DATA_HELP = "Text: file, folder, quoted glob, -, builtin:stories or hf:OWNER/NAME; repeatable."
+_SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."
+_ATTENTION_HELP = "mha, mqa, gqa:N (N KV heads) or window:N (N positions)."
+_MINUTES_HELP = "Time budget for the whole command; picks every size you left open."
+_THREADS_HELP = "CPU threads; try 1 beside other busy programs."
+_BASE_HELP = "Fine-tune this run: begin a new one with its best weights."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
@@ -87,51 +77,30 @@ Threads = Annotated[
 Base = Annotated[Path | None, option(..., "RUN", _BASE_HELP, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu, cuda, mps or xpu.")]
 WeightsType = Annotated[
-    str,
-    option(..., "TYPE", "Precision of the weights: float32, bfloat16 or int8, if memory is short."),
+    str, option(..., "TYPE", "Precision: float32, bfloat16, or int8 if memory is short.")
 ]
 MaxNewTokens = Annotated[
     int | None, option(..., "N", "Tokens at most; raise it if texts break off.")
 ]
 Temperature = Annotated[
-    float | None,
-    option(
-        ...,
-        "X",
-        "Randomness: lower it if texts ramble, raise it if they repeat themselves; 0 always takes "
-        "the most likely token.",
-    ),
+    float | None, option(..., "X", "Lower it if texts ramble, raise it if they repeat; 0: greedy.")
 ]
 TopK = Annotated[
-    int | None, option(..., "K", "Keep the K most likely tokens; lower it if words make no sense.")
+    int | None, option(..., "K", "Keep the K likeliest tokens; lower K if words make no sense.")
 ]
 TopP = Annotated[
     float | None,
-    option(
-        ...,
-        "P",
-        "Keep the most likely tokens with total probability P, such as 0.9: more where "
-        "the model is unsure.",
-    ),
+    option(..., "P", "Keep the likeliest tokens up to total probability P, such as 0.9."),
 ]
 MinP = Annotated[
     float | None,
-    option(
-        ...,
-        "P",
-        "Keep tokens at least P times as likely as the most likely one, such as 0.05: "
-        "for high temperatures.",
-    ),
+    option(..., "P", "Try 0.05 at high temperature: drops tokens below P times the likeliest."),
 ]
 Seed = Annotated[int | None, option(..., "N", "Random seed; change it for another text.")]
 SampleAssignments = Annotated[
     list[str] | None,
     option(
-        ...,
-        "sample.KEY=VALUE",
-        "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
-        "ban, bias, overflow.",
-        "--set",
+        ..., "sample.KEY=VALUE", "Other sampling settings; see gptmini settings sample.", "--set"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def score(
     run: RunName = None,
-    text: str | None = option(None, "TEXT", "The text to score."),
-    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
+    text: str | None = option(None, "TEXT", "Text to score."),
+    file: Path | None = option(None, "FILE", "File with the text; - is stdin."),
     weights: WeightsType = "float32",
     device: Device = "auto",
     as_json: AsJson = False,

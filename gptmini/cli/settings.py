@@ -24,7 +24,7 @@ TYPE_NAMES = {
 def list_settings(
     name: str | None = argument(None, "KEY", "A key such as train.lr or lr, or a section."),
 ) -> None:
-    """List the settings that --set and YAML files take."""
+    """List the settings for --set and YAML files."""
     from gptmini.config import load
     from gptmini.config.settings import Config
 

@@ -16,14 +16,14 @@ from gptmini.files import atomic_write_bytes, check_replaceable, decode_utf8
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 
 TokenizerName = Annotated[
-    str, argument(..., "NAME", "A run, a tokenizer file, or a name such as byte or gpt2.")
+    str, argument(..., "NAME", "A run, a tokenizer file, or a name such as gpt2.")
 ]
 
 
 @tokenizer_app.command("train")
 def train(
     data: list[str] = argument(..., "DATA", "Texts, as for gptmini train --data."),
-    out: Path = option(..., "FILE", "The file to write; .json is added if missing."),
+    out: Path = option(..., "FILE", "File to write; .json is added if missing."),
     vocab_size: int = option(4096, "N", "Number of tokens, including the 256 bytes."),
     assignments: Assignments = None,
 ) -> None:
@@ -58,10 +58,10 @@ def train(
 @tokenizer_app.command()
 def encode(
     name: TokenizerName,
-    text: str | None = argument(None, "TEXT", "The text.", show_default="standard input"),
+    text: str | None = argument(None, "TEXT", "Text to encode.", show_default="standard input"),
     special: bool = flag("Read special tokens in the text, such as <|endoftext|>.", "--special"),
 ) -> None:
-    """Print the tokens of a text as numbers; a terminal shows the pieces beside them."""
+    """Print the token IDs of a text."""
     from gptmini.tokenizer.load import find_tokenizer
     from gptmini.tokenizer.spelling import label_tokens
 
@@ -80,9 +80,11 @@ def encode(
 @tokenizer_app.command()
 def decode(
     name: TokenizerName,
-    tokens: list[int] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
+    tokens: list[int] | None = argument(
+        None, "TOKENS", "Token IDs.", show_default="standard input"
+    ),
 ) -> None:
-    """Print the text of tokens; a pipe or file gets the exact bytes."""
+    """Print the text of token IDs; a pipe gets the exact bytes."""
     from gptmini.tokenizer.load import find_tokenizer
 
     decoder = find_tokenizer(name)
@@ -110,7 +112,7 @@ def info(
     data: list[str] | None = option(None, "PATH", "Texts to measure the compression on."),
     as_json: AsJson = False,
 ) -> None:
-    """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
+    """Show vocabulary, longest and special tokens, and compression of texts."""
     from gptmini.data import corpus
     from gptmini.tokenizer.load import find_tokenizer
     from gptmini.tokenizer.spelling import label_tokens

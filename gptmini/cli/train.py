@@ -53,8 +53,8 @@ def train(
     """Train a model on a text, or resume a run.
 
     Without CONFIG and --data, train configs/default.yaml: a small model, in two minutes, on
-    stories that a grammar makes up. The same command again resumes a stopped run; so does gptmini
-    train with the run's directory.
+    stories that a grammar makes up. To resume a stopped run, repeat the command, or use the run
+    directory as CONFIG.
     """
     started = time.perf_counter()
     from gptmini.config.load import find_request

@@ -378,9 +378,8 @@ class RunDirectory:
             check_size(folder / name, manifest)
         digest = tensors.compute_model_digest(folder, manifest)
         model = read_tensors(folder, weights if with_model else [], manifest)
-        moments = read_tensors(
-            folder, ["optimizer.safetensors"] if with_optimizer else [], manifest
-        )
+        moment_files = ["optimizer.safetensors"] if with_optimizer else []
+        moments = read_tensors(folder, moment_files, manifest)
         return Checkpoint(state, model, moments, digest)
 
     def _get_folder(self, step: int) -> Path:

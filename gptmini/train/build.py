@@ -107,14 +107,9 @@ def _open_batches(plan: Plan, own: CustomParts, rows: range) -> Batches:
     train = config.train
     if own.batches is not None:
         return CustomBatches(own.batches, config.seq_len, train.batch_size, rows)
-    return Batches(
-        plan.corpus.training,
-        config.data.weights,
-        config.seq_len,
-        train.batch_size,
-        train.seed,
-        rows=rows,
-    )
+    texts = plan.corpus.training
+    weights = config.data.weights
+    return Batches(texts, weights, config.seq_len, train.batch_size, train.seed, rows=rows)
 
 
 def _start_progress(plan: Plan, own: CustomParts, optimizer: Optimizer) -> Progress:

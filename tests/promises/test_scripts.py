@@ -77,6 +77,14 @@ def test_torture_loses_no_run():
     assert words[6:] == ["2", "equal", "ends,", "0", "lost"]
 
 
+def test_the_page_of_commands_is_that_of_their_help(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import write_commands
+
+    described = write_commands.describe_commands()
+    assert write_commands.PAGE.read_text() == described, "run scripts/write_commands.py"
+
+
 def test_the_tables_of_the_pages_are_those_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from bench.results import PAGES, Results

@@ -23,22 +23,20 @@ DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
 
 def compare(
     names: list[str] | None = argument(
-        None, "CONFIG|RUN", "Configurations or texts to train on, and directories of finished runs."
+        None, "CONFIG|RUN", "Configurations or texts to train on, or finished runs."
     ),
     attention: str | None = option(
         None,
         "KINDS",
-        "Variants of one configuration, separated by commas.",
+        "Attentions to compare, separated by commas.",
         show_default=DEFAULT_ATTENTIONS,
     ),
     seeds: int | None = option(
-        None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
+        None, "N", "Runs per variant; three show the spread.", min=1, max=100, show_default="1"
     ),
     data: Data = None,
     split: Literal["validation", "test"] = option(
-        "validation",
-        "PART",
-        "Part of the text to compare on: validation, or test if data.test is set.",
+        "validation", "PART", "Part of the text to compare on; test needs data.test."
     ),
     steps: Steps = None,
     minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
@@ -52,7 +50,7 @@ def compare(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Train variants in turn, or take finished runs, and compare quality, memory and speed."""
+    """Train variants in turn, or compare finished ones."""
     finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
     configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
     if not finished and not configs:

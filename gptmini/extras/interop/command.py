@@ -12,24 +12,19 @@ from gptmini.errors import ConfigError
 def export(
     run: RunName = None,
     to: Literal["hf", "gguf", "html"] = option(
-        "hf",
-        "FORMAT",
-        "hf, a folder for transformers; gguf, for llama.cpp; html, a page in which the model runs.",
+        "hf", "FORMAT", "hf (transformers), gguf (llama.cpp) or html (a page that runs it)."
     ),
     weights: str | None = option(
         None,
         "TYPE",
-        "Matrices in gguf: f32, f16, bf16 or q8_0; in html: bfloat16 or int8.",
+        "gguf: f32, f16, bf16 or q8_0; html: bfloat16 or int8.",
         show_default="f16; by size",
     ),
     out: Path | None = option(
-        None,
-        "PATH",
-        "The folder or file to write.",
-        show_default="RUN-hf, RUN-f16.gguf or RUN.html",
+        None, "PATH", "Folder or file to write.", show_default="RUN-hf, RUN-f16.gguf or RUN.html"
     ),
 ) -> None:
-    """Write a trained model for other programs, and prove that it computes the same."""
+    """Write a trained model for other programs, verified."""
     if weights is not None and to == "hf":
         raise ConfigError("--weights: applies to --to gguf and --to html; leave it out")
     path = resolve_run(run)
@@ -88,15 +83,18 @@ def import_model(
     model: str = argument(
         ...,
         "MODEL",
-        "A folder with config.json and safetensors, a .gguf, or a name on the Hugging Face Hub: "
-        "OWNER/NAME, OWNER/NAME@REVISION or OWNER/NAME/FILE.gguf.",
+        "Folder, .gguf file, or OWNER/NAME[@REVISION][/FILE.gguf] on the Hugging Face Hub.",
     ),
-    out: Path | None = option(None, "DIR", "The new run directory.", show_default="runs/NAME"),
+    out: Path | None = option(None, "DIR", "New run directory.", show_default="runs/NAME"),
     context_length: int | None = option(
-        None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
+        None,
+        "N",
+        "Longest context; lower it to save memory.",
+        min=1,
+        show_default="the model's, at most 2048",
     ),
 ) -> None:
-    """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3, StarCoder2."""
+    """Import GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3 or StarCoder2."""
     from gptmini.extras.interop.hub_model import ModelName
     from gptmini.extras.interop.import_model import (
         choose_run_name,

@@ -34,7 +34,7 @@ def size(
     utilization: float | None = option(
         None,
         "X",
-        "Fraction of the accelerator's peak FLOP/s that is reached.",
+        "Fraction of peak FLOP/s that you reach.",
         min=0.01,
         max=1,
         show_default="0.4; a100 0.55",
@@ -42,14 +42,14 @@ def size(
     network: float | None = option(
         None,
         "GBIT",
-        "Bandwidth per rank between machines of eight, in Gbit/s.",
+        "Bandwidth per rank between 8-GPU nodes, in Gbit/s.",
         min=0.1,
         show_default="by accelerator, h100 400",
     ),
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a training run would take: parameters, memory, data, time."""
+    """Estimate the parameters, memory, data and time of a training run."""
     if accelerator is not None and minutes is not None:
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"

@@ -11,10 +11,10 @@ def plot(
         None, "RUN", "Run directories.", show_default=NEWEST_RUN_HELP
     ),
     out: Path | None = option(
-        None, "FILE", "The picture: .png, .pdf or .svg.", show_default="RUN/plot.png"
+        None, "FILE", "Picture to write: .png, .pdf or .svg.", show_default="RUN/plot.png"
     ),
 ) -> None:
-    """Draw the training curves of runs."""
+    """Plot training curves."""
     paths = [resolve_run(run) for run in runs or [find_newest_run()]]
     out = out or paths[0] / "plot.png"
     from gptmini.extras.plots import training

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 def serve(
     run: RunName = None,
-    host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
+    host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every interface."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
-    max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
+    max_rows: int = option(32, "N", "Texts generated in parallel; others wait.", min=1, max=1024),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
 ) -> None:
-    """Serve a trained model over HTTP, as OpenAI's completions.
+    """Serve a trained model over HTTP, with OpenAI's API.
 
-    If GPTMINI_API_KEY is set, clients must send it. At / is a page to try the model, to look into
-    it, and to talk to it if it has a chat template. SIGTERM finishes the requests under way.
+    Open / in a browser to try the model, look into it and chat. If GPTMINI_API_KEY is set, clients
+    must send it. SIGTERM finishes the requests under way.
     """
     path = resolve_run(run)
     try:

@@ -20,12 +20,12 @@ MARK = "\x1b[4;35m"  # underlined and magenta, which can be read on black and on
 
 def copies(
     run: RunName = None,
-    text: str | None = option(None, "TEXT", "The text to look up."),
-    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
-    prompt: str = option("", "TEXT", "What the text begins with or continues; it is not counted."),
+    text: str | None = option(None, "TEXT", "Text to look up."),
+    file: Path | None = option(None, "FILE", "File with the text; - is stdin."),
+    prompt: str = option("", "TEXT", "Prompt of the text, which is not counted."),
     as_json: AsJson = False,
 ) -> None:
-    """Show what of a text stands in the training text of a run, and in which files and lines."""
+    """Show what a text copies from the training text, and where."""
     path = resolve_run(run)
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")

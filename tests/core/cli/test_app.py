@@ -217,7 +217,7 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert commands[-2:] == ["data", "tokenizer"]
 
 
-def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
+def test_help_is_terse_and_at_80_columns_whole(gptmini, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
     def check(group: typer.core.TyperGroup, *words: str) -> None:
@@ -228,6 +228,8 @@ def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
             assert not re.search(r"\.\.\.$", text.partition("Commands:")[2], re.M), text
             if isinstance(command, typer.core.TyperGroup):
                 check(command, *words, name)
+            helps = [command.help.partition("\n")[0], *(param.help for param in command.params)]
+            assert [line for line in helps if len(line.split()) > 12] == []
 
     check(typer.main.get_command(app.app))
 
