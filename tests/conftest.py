@@ -99,17 +99,6 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local
     hub.close()
 
 
-@pytest.fixture(scope="module")
-def only_read_back() -> Iterator[None]:
-    """Exports are read back and not given to other programs, which take seconds to begin."""
-    from gptmini.extras.interop import export as exporting
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "generate_by_transformers", lambda *_: None)
-        patch.setattr(exporting, "generate_by_llama_cpp", lambda *_: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def start_ranks(
     tmp_path_factory: pytest.TempPathFactory,

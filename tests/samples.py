@@ -15,7 +15,7 @@ from gptmini.runs.write import write_run
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.byte_level import SMOLLM_PATTERN, to_byte_level
-from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
+from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import prose
 
@@ -76,6 +76,8 @@ def write_tokenizer_json(missing: bytes = b"", **added: int) -> dict[str, Any]:
 
 def adopted_tokenizer(missing: bytes = b"", **added: int) -> ForeignTokenizer:
     """The same, adopted with its chat template."""
+    from gptmini.extras.interop.adopt import adopt_tokenizer
+
     return adopt_tokenizer(
         json.dumps(write_tokenizer_json(missing, **added)),
         Path("tokenizer.json"),

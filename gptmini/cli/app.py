@@ -23,6 +23,7 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__, console
+from gptmini.cli.chat import chat
 from gptmini.cli.convert import convert
 from gptmini.cli.data import data_app
 from gptmini.cli.evaluate import evaluate
@@ -91,6 +92,7 @@ class _Command(typer.core.TyperCommand):
 
 app.command()(train)
 app.command()(generate)
+app.command()(chat)
 app.command()(score)
 app.command()(evaluate)
 app.command()(inspect)
@@ -241,7 +243,7 @@ def _name_setting(option: str, command: str, known: list[str]) -> str:
         return ""
     from gptmini.config.load import find_full_key
 
-    section = "sample." if command.endswith(" generate") else ""
+    section = "sample." if command.endswith((" generate", " chat")) else ""
     key = find_full_key(option.lstrip("-").replace("-", "_").rpartition(".")[2], section)
     return f"use --set {key}=VALUE" if key else ""
 

@@ -52,8 +52,9 @@ def evaluate(
         measure_compressors,
         measure_copied,
     )
+    from gptmini.train.rules import LearntRule, format_rules
 
-    trained = load_run(path, pick_device(device).type, weights)
+    trained = load_run(path, pick_device(device).type, weights, rounds_model=True)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(
@@ -73,7 +74,12 @@ def evaluate(
             facts["copied"] = measure_copied(trained, own, split)
         except (DataError, MachineError) as error:  # of a large text, or in a copy that cannot
             say(str(error))
-    print(json.dumps(facts) if as_json else _format_evaluation(facts))
+    if as_json:
+        print(json.dumps(facts))
+        return
+    print(_format_evaluation(facts))
+    if facts["rules"]:
+        print("", *format_rules([LearntRule(**rule) for rule in facts["rules"]]), sep="\n")
 
 
 def _format_evaluation(facts: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def load_torch() -> None:
 
 NEWEST_RUN_HELP = "the newest directory in runs/"
 _CONFIG_HELP = "A YAML file, a name in configs/, a text, or a run."
-_DATA_HELP = "Text: file, folder, quoted glob, -, builtin:python-docs or hf:OWNER/NAME; repeatable."
+_DATA_HELP = "Text: file, folder, quoted glob, -, builtin:stories or hf:OWNER/NAME; repeatable."
 _SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."
 _ATTENTION_HELP = "mha, mqa, gqa:N (N KV heads) or window:N (N positions)."
 _MINUTES_HELP = "Time budget for the whole command; picks every size you left open."
@@ -79,6 +79,30 @@ Device = Annotated[str, option(..., "DEVICE", "auto, cpu, cuda, mps or xpu.")]
 WeightsType = Annotated[
     str, option(..., "TYPE", "Precision: float32, bfloat16, or int8 if memory is short.")
 ]
+MaxNewTokens = Annotated[
+    int | None, option(..., "N", "Tokens at most; raise it if texts break off.")
+]
+Temperature = Annotated[
+    float | None, option(..., "X", "Lower it if texts ramble, raise it if they repeat; 0: greedy.")
+]
+TopK = Annotated[
+    int | None, option(..., "K", "Keep the K likeliest tokens; lower K if words make no sense.")
+]
+TopP = Annotated[
+    float | None,
+    option(..., "P", "Keep the likeliest tokens up to total probability P, such as 0.9."),
+]
+MinP = Annotated[
+    float | None,
+    option(..., "P", "Try 0.05 at high temperature: drops tokens below P times the likeliest."),
+]
+Seed = Annotated[int | None, option(..., "N", "Random seed; change it for another text.")]
+SampleAssignments = Annotated[
+    list[str] | None,
+    option(
+        ..., "sample.KEY=VALUE", "Other sampling settings; see gptmini settings sample.", "--set"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -88,6 +112,23 @@ def parse_assignments(assignments: list[str] | None) -> list[tuple[str, tuple[st
 
     pairs = [yamlfile.parse_assignment(text) for text in assignments or []]
     return [(f"--set {'.'.join(path)}", path, value) for path, value in pairs]
+
+
+def parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:
+    """Check the sampling settings of --set and of the options, which override it.
+
+    This comes before torch is loaded, so that a mistake is answered at once.
+    """
+    from gptmini.config import load
+
+    overrides = parse_assignments(assignments)
+    for label, path, _ in overrides:
+        if path[0] != "sample":
+            raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
+    for key, value in options.items():
+        if value is not None:
+            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), value))
+    return load.load_config(None, overrides).sample.model_dump(exclude_unset=True)
 
 
 class Named(NamedTuple):
@@ -109,9 +150,9 @@ def build_config(
     """Build the configuration of a command line: a file, then --set, then the other options.
 
     `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration, or
-    what it was resolved to. Without a name, the file is the default configuration; a run that
-    begins from another (`base`) needs no file. `train_options` maps options such as --steps, which
-    set the key of section train with the same name, to their values.
+    what it was resolved to. Without a name and a text, the file is the default configuration.
+    `train_options` maps options such as --steps, which set the key of section train with the same
+    name, to their values; --steps replaces the minutes of a file.
     """
     from gptmini.config import load
 
@@ -126,7 +167,7 @@ def build_config(
             )
         data = [named.text]
     file = named.file
-    if file is None and base is None:
+    if file is None and not data:
         file = load.DEFAULT_CONFIG_FILE
 
     overrides = parse_assignments(assignments)
@@ -138,9 +179,12 @@ def build_config(
         label = f"--attention {shorten(attention)}"
         for key, value in load.parse_attention(attention, "--attention").items():
             overrides.append((label, ("model", "attention", key), value))
-    for label, value in (train_options or {}).items():
-        if value is not None:
-            overrides.append((label, ("train", label.removeprefix("--")), value))
+    given = {label: value for label, value in (train_options or {}).items() if value is not None}
+    if {"--steps", "--minutes"} <= given.keys():
+        raise ConfigError("--steps and --minutes: each says how long to train; pass one of them")
+    if "--steps" in given and named.run is None:
+        overrides.append(("--steps", ("train", "minutes"), None))
+    overrides += [(label, ("train", label[2:]), value) for label, value in given.items()]
     return load.load_config(file, overrides)
 
 

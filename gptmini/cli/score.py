@@ -35,7 +35,7 @@ def score(
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
 
-    trained = load_run(path, pick_device(device).type, weights)
+    trained = load_run(path, pick_device(device).type, weights, rounds_model=True)
     if run is None:
         say(f"{path}, step {trained.step}")
     text = read_text(file) if text is None else text

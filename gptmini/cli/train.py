@@ -52,9 +52,9 @@ def train(
 ) -> None:
     """Train a model on a text, or resume a run.
 
-    Without CONFIG and --data, train configs/default.yaml: a small model for 400 steps on the
-    language reference that comes with Python. To resume a stopped run, repeat the command, or use
-    the run directory as CONFIG.
+    Without CONFIG and --data, train configs/default.yaml: a small model, in two minutes, on
+    stories that a grammar makes up. To resume a stopped run, repeat the command, or use the run
+    directory as CONFIG.
     """
     started = time.perf_counter()
     from gptmini.config.load import find_request
@@ -84,8 +84,9 @@ def train(
 
 
 def _show_sample(trained: "Training", is_converted: bool) -> None:
-    """Print what the model wrote at its best evaluation, and say how to make it write more."""
+    """Print what the model wrote at its best evaluation, what it knows, and what comes next."""
     from gptmini.console import format_count, quote, say, stream_to_stdout
+    from gptmini.data.formats import STORIES
     from gptmini.runs.log import read_metrics
 
     assert trained.progress.best is not None
@@ -103,9 +104,26 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
         made = format_count(steps, "step")
         say(f"{made}: too few for a model, so this is noise; pass a larger {longer}")
         return
-    ask = "continue your own prompt with"
-    chat = ""
+    if STORIES in trained.config.data.path:
+        _show_rules(trained)
+    name = quote(trained.run.path)
     if trained.corpus.has_ignored:  # it learned to answer
-        ask = "ask it with"
-        chat = "--chat "
-    say(f"{ask}: gptmini generate {quote(trained.run.path)} {chat}--prompt TEXT")
+        say(f"talk with it: gptmini chat {name}")
+    else:
+        say(f"continue your own prompt with: gptmini generate {name} --prompt TEXT")
+    say(f"look inside: gptmini inspect {name} --prompt TEXT --out page.html")
+
+
+def _show_rules(trained: "Training") -> None:
+    """Print which rules of the built-in stories the model has learnt."""
+    from gptmini.console import say
+    from gptmini.train.rules import format_rules, measure_rules
+
+    with trained.enter_inference():
+        rules = measure_rules(trained.model, trained.corpus.tokenizer)
+    say("how often it gets a word right that a rule of the stories determines:")
+    say("")
+    for line in format_rules(rules):
+        say(f"  {line}")
+    say("")
+    say("learn a text of your own: gptmini train --data FILE --minutes 10")

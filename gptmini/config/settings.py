@@ -172,9 +172,9 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     """The text to learn from."""
 
-    path: Paths = ["builtin:python-docs"]
-    """A file, folder, glob, - (stdin), builtin:python-docs or -code, a dataset on the Hugging Face
-    Hub (hf:OWNER/NAME), or a list."""
+    path: Paths = ["builtin:stories"]
+    """A file, folder, glob, - (stdin), builtin:stories, builtin:python-docs or -code, a dataset on
+    the Hugging Face Hub (hf:OWNER/NAME), or a list."""
     weights: Annotated[list[Positive], Field(max_length=100)] | None = None
     """Relative sampling weights of several paths; null: in proportion to their sizes."""
     text_key: str = "text"

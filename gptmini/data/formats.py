@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
 from gptmini.console import say, warn
 from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_messages
+from gptmini.data.stories import COUNT, iter_stories
 from gptmini.errors import (
     DataError,
     describe_invalid_utf8,
@@ -38,6 +39,7 @@ CONVERT_REMEDY = (
 )
 DOCUMENT_REMEDY = "save it as .txt, or extract its text with pandoc -t plain"
 PYTHON_DOCS = "builtin:python-docs"
+STORIES = "builtin:stories"
 SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
 
 TAR_OFFSET = 257  # at which a tar archive says that it is one
@@ -398,12 +400,21 @@ def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     return ((Place(f"{PYTHON_DOCS}, {name}", 1), {key: topics[name]}) for name in sorted(topics))
 
 
+def _read_stories(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
+    """Read the stories that a grammar makes up, one record per story."""
+    numbered = enumerate(islice(iter_stories(), COUNT), start=1)
+    return (
+        (Place(f"{STORIES}, story {number}", 1), {key: story.text}) for number, story in numbered
+    )
+
+
 Reader = Callable[[File, BinaryIO, str], Iterator[Record]]
 READER_BY_KIND: dict[str, Reader] = {
     "jsonl": _read_json_lines,
     "csv": _read_csv,
     "parquet": _read_parquet,
     "topics": _read_topics,
+    "stories": _read_stories,
 }
 CHAT_KINDS = ("jsonl", "parquet")  # whose records may be conversations
 KIND_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}

@@ -25,10 +25,11 @@ from typing import Literal
 
 from gptmini.config.settings import DataConfig
 from gptmini.console import escape_control_characters, say, show_byte_progress
-from gptmini.data import hub_dataset
+from gptmini.data import hub_dataset, stories
 from gptmini.data.formats import (
     CHAT_KINDS,
     PYTHON_DOCS,
+    STORIES,
     File,
     find_format,
     open_unchanged,
@@ -45,7 +46,7 @@ say_once = cache(say)  # `gptmini compare` prepares the same files for every var
 # Text that has more in it than its words.
 MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
 MAX_SKIPPED_LISTED = 10  # files
-BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
+BUILTIN_CORPORA = (STORIES, PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
 
@@ -280,7 +281,10 @@ def _has_markup(file: File) -> bool:
 
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:
-    """Find the files of a corpus that every Python installation has."""
+    """Find the files of a corpus that is there without a download."""
+    if name == STORIES:
+        grammar = _describe_file(Path(stories.__file__), errors)
+        return [replace(grammar, kind="stories")]
     if name == PYTHON_DOCS:
         topics = _describe_file(Path(pydoc_data.__path__[0]) / "topics.py", errors)
         return [replace(topics, kind="topics")]
@@ -291,7 +295,7 @@ def _find_builtin_files(name: str, errors: str) -> list[File]:
             for file in sorted(STDLIB_DIR.rglob("*.py"))
             if skipped.isdisjoint(file.relative_to(STDLIB_DIR).parts)
         ]
-    raise DataError(f"{name}: no such corpus; choose {' or '.join(BUILTIN_CORPORA)}")
+    raise DataError(f"{name}: no such corpus; choose {', '.join(BUILTIN_CORPORA)}")
 
 
 def _find_dataset_files(name: str, errors: str) -> list[File]:

@@ -122,7 +122,8 @@ class Run:
         logits = run.model(tokens)  # (1, T, V)
         text = run.decode(logits[0].argmax(-1))  # what it expects after each token
 
-    `path`, `config`, `tokenizer`, `model` and `weights` (the precision) are what was loaded;
+    `path`, `config`, `tokenizer` and `model` are what was loaded, `weights` is the precision that
+    texts are generated in;
     `state` is the checkpoint's record of the run. The model may be trained further or changed:
     the next text comes from the weights and modules that it has then.
     """
@@ -165,9 +166,9 @@ class Run:
 
     @cached_property
     def model(self) -> GPT:
-        """The model with all weights in float32, as they were rounded.
+        """The model with all weights in float32.
 
-        The compiled engine needs no such copies of matrices in bfloat16 or int8.
+        The compiled engine needs no such copies of matrices that were rounded when loaded.
         """
         with _opening:
             precision.widen_weights(self._model)
@@ -193,9 +194,9 @@ class Run:
     def save(self, out: str | Path | None = None) -> None:
         """Write a run directory, by default at `path`, with the weights as they are now.
 
-        Load with `weights="float32"` what is to be saved to the bit. There is no state of an
-        optimizer, so `train --from` goes on from it. Raises ConfigError if something is there
-        already, MachineError if it cannot be written; nothing half-written stays.
+        There is no state of an optimizer, so `train --from` goes on from it. Raises ConfigError if
+        something is there already, MachineError if it cannot be written; nothing half-written
+        stays.
         """
         with files.atomic_output(Path(out or self.path)) as partial:
             directory = RunDirectory(partial)
@@ -391,7 +392,7 @@ class Run:
         """
         if self._chat_template is None:
             raise ConfigError(
-                f"{self.path}: has no chat template: its model continues texts; leave --chat out"
+                f"{self.path}: has no chat template: its model continues texts; use generate"
             )
         return self._chat_template.render(messages)
 
@@ -426,7 +427,7 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
+        """SHA-256 (hex) of the tokenizer and of the weights of `model`."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
         for name, tensor in precision.iter_weights(self._model):
             digest.update(name.encode())
@@ -509,6 +510,7 @@ def load_run(
     weights: str = "bfloat16",
     step: int | None = None,
     model: Callable[[ModelConfig], GPT] | None = None,
+    rounds_model: bool = False,
 ) -> Run:
     """Load the best checkpoint of a run directory, or that of `step`.
 
@@ -516,10 +518,11 @@ def load_run(
 
     A run that was trained with a `model` of one's own (`gptmini.fit`) is loaded with it, too.
 
-    `weights` is the precision of the matrices: float32 as trained, or bfloat16 (the default) or
-    int8, which are faster on a CPU. There the compiled engine also rounds the inputs of every
-    product, and keys and values to bfloat16. With bfloat16, a GPU that multiplies it generates
-    wholly in bfloat16. `cache` is the folder of the compiled engine.
+    `run.model` has the weights of the checkpoint. `weights` is the precision of the matrices that
+    texts are generated with: float32, or bfloat16 (the default) or int8, which are faster on a CPU.
+    There the compiled engine also rounds the inputs of every product, and keys and values to
+    bfloat16. With bfloat16, a GPU that multiplies it generates wholly in bfloat16. PyTorch rounds
+    nothing on a CPU. `rounds_model` rounds those of `run.model` as well, which takes less memory.
     """
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
@@ -543,7 +546,7 @@ def load_run(
     tensors.clear()  # so that rounding frees one after the other
     if model is not None:
         check_cache(net)
-    precision.round_weights(net, weights)
+    precision.round_weights(net, weights if rounds_model else "float32")
     target = _pick_device(device, net)
     if target.type != "cpu" and not (weights == "bfloat16" and multiplies_bfloat16(target)):
         precision.widen_weights(net)

@@ -75,7 +75,7 @@ def _begin_from_base(requested: Config, base: RunDirectory, dry_run: bool) -> Re
     if dry_run:
         tokenizer = base.load_tokenizer()
     else:
-        best = base.find_best()
+        best = base.load_best(with_model=False)
         tokenizer = base.load_tokenizer(best)
         recorded = {"step": best.step, "sha256": best.sha256}
         for key, value in recorded.items():

@@ -337,7 +337,7 @@ def undo_compiling(model: GPT) -> None:
     """Make the blocks and the loss again what `compile_blocks` found."""
     for block in model.blocks:
         del block.forward
-    model.overwrite_by_softmax = softmax_
+    model.softmax = softmax_
 
 
 def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:

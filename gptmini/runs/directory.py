@@ -25,10 +25,9 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,11 @@ from gptmini.runs.tensors import (
     Manifest,
     Tensors,
     check_file,
+    check_size,
     list_model_files,
     read_checkpoint_json,
+    read_tensors,
 )
-from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
@@ -136,6 +136,8 @@ class RunDirectory:
 
     def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """Load the run's tokenizer; DataError if it is not that of the checkpoint."""
+        from gptmini.tokenizer.load import load_tokenizer  # noqa: PLC0415 - training needs no files
+
         tokenizer = load_tokenizer(self.tokenizer_file)
         if checkpoint is not None and checkpoint.state["tokenizer"] != tokenizer.fingerprint:
             raise DataError(
@@ -221,8 +223,9 @@ class RunDirectory:
         by_file = zip(tensors.name_model_files(count), parts, strict=True)
         folder = self.checkpoints / ".tmp"
         try:
+            self.checkpoints.mkdir(exist_ok=True)  # without parents: fails if the run has moved
             files.remove_tree(folder)  # of a process that was killed
-            folder.mkdir()  # without parents: if the run has been moved away, fail
+            folder.mkdir()
             manifest: Manifest = {}
             for name, contents in chain(by_file, [("optimizer.safetensors", optimizer)]):
                 manifest[name] = tensors.write_tensors(folder / name, contents)
@@ -278,13 +281,19 @@ class RunDirectory:
         except CheckpointError:
             return {}
 
-    def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""
+    def tidy_after(self, step: int, best: dict[str, Any] | None, keep: int) -> None:
+        """Leave what was there once a step was saved, from which training resumes.
+
+        Later checkpoints are damaged, and get a name that `prune` ignores. A kill may have come
+        between writing a checkpoint and deleting the old ones.
+        """
         for newer in self.list_steps():
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"
                 files.remove_tree(damaged)
                 files.rename(self._get_folder(newer), damaged)
+        self.write_best(best)
+        self.prune(best, keep)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -299,45 +308,35 @@ class RunDirectory:
 
         CheckpointError if there are checkpoints and all are damaged.
         """
-        load = partial(self.load_checkpoint, with_optimizer=True)
-        return self._load_first_intact(self.list_steps(), load)
+        return self._load_first_intact(self.list_steps(), with_optimizer=True)
 
-    def load_best(self) -> Checkpoint:
-        """Load the best checkpoint, else the newest intact one, without the optimizer's state."""
-        return self._choose_best(self.load_checkpoint)
+    def load_best(self, with_model: bool = True) -> Checkpoint:
+        """Load the best checkpoint, else the newest intact one, without the optimizer's state.
 
-    def find_best(self) -> Checkpoint:
-        """Find the checkpoint that `load_best` loads, without its tensors.
-
-        Their files are not read, so of damage to them only a wrong size is noticed.
+        Without the model, its files are not read: of damage to them only a wrong size is noticed.
         """
-        return self._choose_best(self._find_checkpoint)
-
-    def _choose_best(self, load: Callable[[int], Checkpoint]) -> Checkpoint:
-        try:
-            checkpoint = self._load_first_intact(self._list_best_first(), load)
-        except CheckpointError:  # a running training may have deleted it while it was read
-            checkpoint = self._load_first_intact(self._list_best_first(), load)
-        if checkpoint is None:
-            raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
-        return checkpoint
-
-    def _list_best_first(self) -> list[int]:
-        """Return the steps that have a checkpoint: the best, then newest first."""
+        listed = self.list_steps()
         try:
             best = read_checkpoint_json(self.path / "best.json").get("step")
         except CheckpointError:
             best = None
-        return sorted(self.list_steps(), key=lambda step: step != best)
+        best_first = sorted(listed, key=lambda step: step != best)
+        try:
+            checkpoint = self._load_first_intact(best_first, with_model=with_model)
+        except CheckpointError:
+            if self.list_steps() == listed:
+                raise
+            return self.load_best(with_model)  # a running training has deleted what was listed
+        if checkpoint is None:
+            raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
+        return checkpoint
 
-    def _load_first_intact(
-        self, steps: list[int], load: Callable[[int], Checkpoint]
-    ) -> Checkpoint | None:
+    def _load_first_intact(self, steps: list[int], **parts: bool) -> Checkpoint | None:
         """Load the first checkpoint that is intact, and warn of the damage in those before it."""
         damages: list[str] = []
         for step in steps:
             try:
-                checkpoint = load(step)
+                checkpoint = self.load_checkpoint(step, **parts)
             except CheckpointError as damage:
                 damages += damage.lines
                 continue
@@ -361,26 +360,10 @@ class RunDirectory:
         except CheckpointError:
             return False
 
-    def load_checkpoint(self, step: int, with_optimizer: bool = False) -> Checkpoint:
+    def load_checkpoint(
+        self, step: int, with_optimizer: bool = False, with_model: bool = True
+    ) -> Checkpoint:
         """Load the checkpoint of a step; CheckpointError if damaged."""
-        folder = self._get_folder(step)
-        state, manifest = self._read_state(step)
-        model = tensors.read_tensors(folder, list_model_files(folder, manifest), manifest)
-        optimizer: Tensors = {}
-        if with_optimizer:
-            optimizer = tensors.read_tensors(folder, ["optimizer.safetensors"], manifest)
-        return Checkpoint(state, model, optimizer, tensors.compute_model_digest(folder, manifest))
-
-    def _find_checkpoint(self, step: int) -> Checkpoint:
-        """Find the checkpoint of a step, without its tensors; CheckpointError if damaged."""
-        folder = self._get_folder(step)
-        state, manifest = self._read_state(step)
-        for name in list_model_files(folder, manifest):
-            tensors.check_size(folder / name, manifest)
-        return Checkpoint(state, {}, {}, tensors.compute_model_digest(folder, manifest))
-
-    def _read_state(self, step: int) -> tuple[dict[str, Any], Manifest]:
-        """Read what a checkpoint says of itself: the state, and the sizes and hashes of files."""
         folder = self._get_folder(step)
         manifest = read_checkpoint_json(folder / "manifest.json")
         check_file(folder / "state.json", manifest)
@@ -390,7 +373,14 @@ class RunDirectory:
                 f"{folder}: state.json has format {state.get('format')} and step "
                 f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
             )
-        return state, manifest
+        weights = list_model_files(folder, manifest)
+        for name in weights:
+            check_size(folder / name, manifest)
+        digest = tensors.compute_model_digest(folder, manifest)
+        model = read_tensors(folder, weights if with_model else [], manifest)
+        moment_files = ["optimizer.safetensors"] if with_optimizer else []
+        moments = read_tensors(folder, moment_files, manifest)
+        return Checkpoint(state, model, moments, digest)
 
     def _get_folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

@@ -11,16 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gptmini.console import warn
 from gptmini.errors import DataError, make_missing_package_error, shorten
 from gptmini.tokenizer.byte_level import from_byte_level
 from gptmini.tokenizer.chunks import split_text
-from gptmini.tokenizer.tokenizers import END_OF_TEXT, IMPORTED_KIND, Tokenizer, Tokens
+from gptmini.tokenizer.tokenizers import IMPORTED_KIND, Tokenizer, Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -234,69 +232,3 @@ def _get_tokens(library: "Library", text: str) -> list[int]:
     with _turn_panics_into(_make_text_error):
         (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return encoding.ids
-
-
-def adopt_tokenizer(
-    file: str,
-    path: Path,
-    vocab_size: int | None = None,
-    end_tokens: Sequence[int | str | None] = (),
-    bos_token: int | str | None = None,
-    chat_template: str | None = None,
-    template_tokens: dict[str, str] | None = None,
-) -> ForeignTokenizer:
-    """Make the tokenizer of a model with `vocab_size` tokens of the content of a tokenizer.json.
-
-    A new model, None, has those of the file. `end_tokens`, numbers or names, end a text; whatever
-    is not special is ignored. The end-of-text token is the one that the file puts before texts; or
-    else `<|endoftext|>`, `bos_token`, or the first of `end_tokens`. Raises ValueError for a damaged
-    file, DataError, which names `path`, for one that is another model's.
-    """
-    library = load_library(file)
-    if vocab_size is None:
-        vocab_size = 1 + max(library.get_vocab().values())
-    special_tokens = find_special_tokens(library, vocab_size)
-    names: dict[int | str | None, str] = {}
-    for name, number in special_tokens.items():
-        names[number] = name
-        names[name] = name
-    added = library.get_added_tokens_decoder()
-    last = max((n for n in library.get_vocab().values() if n not in added), default=-1)
-    if last >= vocab_size:
-        raise DataError(
-            f"{path}: token {last} is beyond the model's vocabulary of {vocab_size}; restore the "
-            f"tokenizer of this model"
-        )
-    first = _find_added_bos(library, path)
-    end_names = [names[end] for end in end_tokens if end in names]
-    if first in names and END_OF_TEXT in names:
-        end_names.append(END_OF_TEXT)
-    candidates = [names[each] for each in (first, END_OF_TEXT, bos_token) if each in names]
-    candidates += end_names
-    if not candidates:
-        raise DataError(f"{path}: no token ends a document; add {END_OF_TEXT} to added_tokens")
-    return ForeignTokenizer(
-        file,
-        library,
-        vocab_size,
-        candidates[0],
-        end_names,
-        first in names,
-        chat_template,
-        template_tokens,
-    )
-
-
-def _find_added_bos(library: "Library", path: Path) -> int | None:
-    """Return the token that the post-processor puts before texts; warn of all others."""
-    text = library.encode("a", add_special_tokens=False).ids
-    whole = library.encode("a").ids
-    n_before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
-    others = whole[1:n_before] + whole[n_before + len(text) :]
-    if others:
-        names = " ".join(str(library.id_to_token(number)) for number in others)
-        warn(
-            f"{path}: post_processor: {shorten(names)} is not put around texts; write it there, "
-            f"with --special"
-        )
-    return whole[0] if n_before else None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import files
-from gptmini.errors import DataError, describe_os_error
+from gptmini.errors import DataError, describe_os_error, explain_missing_guest
 from gptmini.tokenizer.bpe import WORD_PATTERN, learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import (
     BpeTokenizer,
@@ -13,7 +13,6 @@ from gptmini.tokenizer.bpe_tokenizer import (
     create_bpe_tokenizer,
     load_published_encoding,
 )
-from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import (
     CHAT_TEMPLATE,
     CHAT_TOKENS,
@@ -83,7 +82,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         data = files.read_json(path)
         if "format" not in data and "model" in data:
-            return adopt_tokenizer(files.read_regular(path).decode(), path, end_tokens=USUAL_ENDS)
+            return _adopt_file(path)
         return from_dict(data)
     except OSError as error:
         raise DataError(
@@ -94,6 +93,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"{path}: not a complete tokenizer ({error}); restore it, or make one with gptmini "
             f"tokenizer train"
         ) from None
+
+
+def _adopt_file(path: Path) -> Tokenizer:
+    """Make a tokenizer of a tokenizer.json of Hugging Face."""
+    try:
+        from gptmini.extras.interop.adopt import adopt_tokenizer  # noqa: PLC0415 - a door
+    except ModuleNotFoundError as error:
+        raise explain_missing_guest(f"{path}: a tokenizer of another model", error) from None
+    return adopt_tokenizer(files.read_regular(path).decode(), path, end_tokens=USUAL_ENDS)
 
 
 def from_dict(data: dict[str, Any]) -> Tokenizer:
@@ -113,5 +121,7 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     if "file" in data:
+        from gptmini.tokenizer.foreign import ForeignTokenizer  # noqa: PLC0415 - few need it
+
         return ForeignTokenizer.from_dict(data)
     return BpeTokenizer.from_dict(data)

@@ -8,7 +8,6 @@ have epochs of their own and take turns in a fixed pattern, the mixture cycle.
 Letters: B batch, T positions (seq_len: the context of the model, unless set).
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
@@ -19,17 +18,9 @@ from torch import Tensor
 from gptmini.data.chats import IGNORED
 from gptmini.data.token_file import MIXTURE_CYCLE_WINDOWS, TokenFile, apportion, count_windows
 from gptmini.errors import ConfigError
+from gptmini.train.seeds import seed_from
 
 IGNORE_INDEX = -100  # a target that does not count, as in torch
-
-
-def seed_from(*numbers: int) -> int:
-    """Hash integers to a seed in [0, 2⁶³): the source of all randomness in training.
-
-    For example, `seed_from(seed, step, micro_batch)` seeds the dropout of a micro-batch.
-    """
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def shuffle(count: int, seed: int) -> Tensor:

@@ -11,14 +11,16 @@ from gptmini.console import show_elapsed
 from gptmini.errors import ConfigError
 from gptmini.generate.own_model import build_own_model, check_cache
 from gptmini.generate.sequence import build_token_bias
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cuda_graph import create_loss
 from gptmini.plan.plan import Plan
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
-from gptmini.train.batches import Batches, CustomBatches, seed_from
+from gptmini.train.batches import Batches, CustomBatches
 from gptmini.train.group import SINGLE_PROCESS, Group
+from gptmini.train.seeds import seed_from
 from gptmini.train.state import FIRST_LOSS_SCALE, CustomParts, Training
 
 
@@ -39,49 +41,12 @@ def build_training(
     if group.is_sharded and (own.model is not None or own.optimizer is not None):
         raise ConfigError("train.shard: not with a model or optimizer of your own; set it to off")
 
-    # Fixed here for all ranks: the same weights everywhere.
-    torch.manual_seed(seed_from(train.seed))
-    if own.model is None:
-        model = group.create_model(config.model, compute)
-    else:
-        model = build_own_model(own.model, config.model).to(compute.device)
-        check_cache(model)
-    model.gradient_checkpointing = train.gradient_checkpointing
-    if train.compile == "on":
-        compile_blocks(model)
-    compute_loss: Callable[[Tensor, Tensor], Tensor] = model
-    if own.loss is not None:
-        compute_loss = partial(own.loss, model)
-    # A model of one's own may do something else in each pass.
-    elif own.model is None and group.world_size == 1:
-        compute_loss = create_loss(model, compute.device)
-
+    torch.manual_seed(seed_from(train.seed))  # the same weights on all ranks
+    model = _build_model(plan, own, group)
+    optimizer = _build_optimizer(model, plan, own, group)
     rank_rows = train.batch_size // group.world_size
-    micro_batch_size = train.micro_batch_size or rank_rows
-    n = rank_rows // micro_batch_size  # micro-batches of each rank
-    # A block of the step's micro-batches for each rank: a subtree of exact sums.
-    micro_batches = list(range(group.rank * n, (group.rank + 1) * n))
     rows = range(group.rank * rank_rows, (group.rank + 1) * rank_rows)
-    if own.batches is not None:
-        batches: Batches = CustomBatches(own.batches, config.seq_len, train.batch_size, rows)
-    else:
-        batches = Batches(
-            corpus.training,
-            config.data.weights,
-            config.seq_len,
-            train.batch_size,
-            train.seed,
-            rows=rows,
-        )
-    if own.optimizer is not None:
-        optimizer = Optimizer.wrap(own.optimizer(model), model)
-    else:
-        orthogonalize = group.choose_orthogonalize(train.reduce)
-        optimizer = Optimizer(model, train, compute.dtype, orthogonalize)
-    progress = _start_progress(plan)
-    progress.own_model = own.model is not None
-    if own.optimizer is not None:
-        progress.own_optimizer = type(optimizer.optimizers[0]).__name__
+    n = rank_rows // (train.micro_batch_size or rank_rows)  # micro-batches of each rank
     build_token_bias(corpus.tokenizer, config.sample)  # refuses now what a sample would
     return Training(
         plan=plan,
@@ -92,17 +57,62 @@ def build_training(
         group=group,
         own=own,
         model=model,
-        compute_loss=compute_loss,
+        compute_loss=_choose_loss(model, compute.device, own, group),
         optimizer=optimizer,
-        batches=batches,
-        micro_batches=micro_batches,
+        batches=_open_batches(plan, own, rows),
+        # A block of the step's micro-batches for each rank: a subtree of exact sums.
+        micro_batches=list(range(group.rank * n, (group.rank + 1) * n)),
         gradients=group.create_gradients(model, train.reduce, n),
-        progress=progress,
+        progress=_start_progress(plan, own, optimizer),
         started=plan.machine.started,
     )
 
 
-def _start_progress(plan: Plan) -> Progress:
+def _build_model(plan: Plan, own: CustomParts, group: Group) -> GPT:
+    config = plan.config
+    compute = plan.machine.compute
+    if own.model is None:
+        model = group.create_model(config.model, compute)
+    else:
+        model = build_own_model(own.model, config.model).to(compute.device)
+        check_cache(model)
+    model.gradient_checkpointing = config.train.gradient_checkpointing
+    if config.train.compile == "on":
+        compile_blocks(model)
+    return model
+
+
+def _choose_loss(
+    model: GPT, device: torch.device, own: CustomParts, group: Group
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Choose what computes the mean loss () of targets (B, T)."""
+    if own.loss is not None:
+        return partial(own.loss, model)
+    # A model of one's own may do something else in each pass.
+    is_same_each_time = own.model is None and group.world_size == 1
+    return create_loss(model, device) if is_same_each_time else model
+
+
+def _build_optimizer(model: GPT, plan: Plan, own: CustomParts, group: Group) -> Optimizer:
+    if own.optimizer is not None:
+        return Optimizer.wrap(own.optimizer(model), model)
+    train = plan.config.train
+    orthogonalize = group.choose_orthogonalize(train.reduce)
+    return Optimizer(model, train, plan.machine.compute.dtype, orthogonalize)
+
+
+def _open_batches(plan: Plan, own: CustomParts, rows: range) -> Batches:
+    """Open the batches, of which this rank reads some rows."""
+    config = plan.config
+    train = config.train
+    if own.batches is not None:
+        return CustomBatches(own.batches, config.seq_len, train.batch_size, rows)
+    texts = plan.corpus.training
+    weights = config.data.weights
+    return Batches(texts, weights, config.seq_len, train.batch_size, train.seed, rows=rows)
+
+
+def _start_progress(plan: Plan, own: CustomParts, optimizer: Optimizer) -> Progress:
     """Return the progress at step 0, with all that the last bit of a result depends on."""
     corpus = plan.corpus
     compute = plan.machine.compute
@@ -116,4 +126,6 @@ def _start_progress(plan: Plan) -> Progress:
         compile=plan.config.train.compile,
         loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
         deterministic=compute.deterministic,
+        own_model=own.model is not None,
+        own_optimizer=type(optimizer.optimizers[0]).__name__ if own.optimizer else "",
     )

@@ -30,20 +30,21 @@ def create_or_resume(training: Training, existing: Config | None) -> None:
     ConfigError if another process has made the run, or removed it, since it was planned.
     """
     run = training.run
-    group = training.group
-    run_exists = group.on_rank_zero(lambda: run.exists)
-    if run_exists != (existing is not None):
-        raise ConfigError(f"{run.path}: changed by another process; run the same command again")
+    config = training.config
+    on_rank_zero = training.group.on_rank_zero
+    on_rank_zero(_check_unchanged, run, existing)
     if existing is not None:
         _resume(training, existing)
-    elif training.config.base.run is not None:
-        _load_base_weights(training, RunDirectory(Path(training.config.base.run)))
-        group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
+        return
+    if config.base.run is not None:
+        _load_base_weights(training, RunDirectory(Path(config.base.run)))
         save_checkpoint(training)
-    if existing is None:
-        tokenizer = training.corpus.tokenizer
-        request = training.plan.request.stated
-        group.on_rank_zero(lambda: run.create(training.config, tokenizer, request))
+    on_rank_zero(run.create, config, training.corpus.tokenizer, training.plan.request.stated)
+
+
+def _check_unchanged(run: RunDirectory, existing: Config | None) -> None:
+    if run.exists != (existing is not None):
+        raise ConfigError(f"{run.path}: changed by another process; run the same command again")
 
 
 def _resume(training: Training, existing: Config) -> None:
@@ -51,7 +52,6 @@ def _resume(training: Training, existing: Config) -> None:
     config = training.config
     run = training.run
     group = training.group
-    group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
     with show_elapsed("loading the newest checkpoint"):
         checkpoint = group.read(run.load_newest)
     if checkpoint is not None:
@@ -63,7 +63,7 @@ def _resume(training: Training, existing: Config) -> None:
             f"from {config.base.run}"
         )
     if training.step < config.train.steps:
-        group.on_rank_zero(lambda: run.write_config(config, training.plan.request.stated))
+        group.on_rank_zero(run.write_config, config, training.plan.request.stated)
 
 
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
@@ -87,14 +87,14 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
 def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> None:
     """Load weights that rank 0 has read; CheckpointError for those of another model."""
     group = training.group
-    group.on_rank_zero(lambda: check_weights(checkpoint.model, training.model, where))
+    group.on_rank_zero(check_weights, checkpoint.model, training.model, where)
     training.model.load_state_dict(group.scatter(checkpoint.model))
 
 
 def check_space(training: Training) -> None:
     """Check that a checkpoint fits: the weights and up to two moments of each in the optimizer."""
     weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
-    training.group.on_rank_zero(lambda: training.run.check_space(3 * weight_bytes))
+    training.group.on_rank_zero(training.run.check_space, 3 * weight_bytes)
 
 
 def save_checkpoint(training: Training) -> None:
@@ -107,35 +107,27 @@ def save_checkpoint(training: Training) -> None:
     group = training.group
     weights = group.gather(training.model.state_dict())
     optimizer = group.gather(training.optimizer.state_dict())
-    if group.on_rank_zero(lambda: find_infinite(weights, training.model)):
+    if group.on_rank_zero(find_infinite, weights, training.model):
         raise DivergedError("weights that are not finite")
     training.progress.elapsed = training.elapsed
     checkpoint = Checkpoint(asdict(training.progress), weights, optimizer)
-    group.on_rank_zero(lambda: training.run.save(checkpoint, training.config.train.keep))
+    group.on_rank_zero(training.run.save, checkpoint, training.config.train.keep)
     training.saved_step = training.step
 
 
 def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> None:
     """Load a checkpoint's weights, optimizer state and progress, and tidy the others."""
     run = training.run
-    group = training.group
     saved = _read_progress(training, checkpoint)
     _load_weights(training, checkpoint, run.checkpoints)
-    optimizer = group.scatter(checkpoint.optimizer)
+    optimizer = training.group.scatter(checkpoint.optimizer)
     if optimizer:  # there is none before the first update, or of a loop of one's own
         training.optimizer.load_state_dict(optimizer)
     _note_environment(training, existing, saved)
     training.progress = saved
     training.saved_step = saved.step
     training.started -= saved.elapsed
-
-    def tidy() -> None:
-        run.set_aside_after(saved.step)  # they are damaged, since this one was found
-        run.write_best(saved.best)
-        # A kill may have come between writing a checkpoint and deleting the old ones.
-        run.prune(saved.best, training.config.train.keep)
-
-    group.on_rank_zero(tidy)
+    training.group.on_rank_zero(run.tidy_after, saved.step, saved.best, training.config.train.keep)
 
 
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:

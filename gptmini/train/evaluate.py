@@ -5,7 +5,7 @@ Letters: B batch, T positions, V vocabulary, N windows.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from gptmini.model.gpt import GPT
 from gptmini.model.losses import compute_token_losses
 from gptmini.train.batches import IGNORE_INDEX
 from gptmini.train.group import SINGLE_PROCESS, Group
+from gptmini.train.rules import LearntRule
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 # How many blocks of text are taken as independent, and what Student's |t| of their mean exceeds in
@@ -32,13 +33,15 @@ class Evaluation:
     """The sums over each of N windows, and the figures that follow from them.
 
     `nats`, `tokens` and `bytes` of text are (N,). `correct` counts the tokens of all windows that
-    the model found the most likely.
+    the model found the most likely. `rules` are there for a run that was trained on the built-in
+    stories.
     """
 
     nats: FloatArray
     tokens: FloatArray
     bytes: FloatArray
     correct: int
+    rules: tuple[LearntRule, ...] = ()
 
     def __str__(self) -> str:
         """Say what most people ask for; the arrays are there for the rest."""
@@ -91,6 +94,7 @@ class Evaluation:
             "windows": self.windows,
             "tokens": int(self.tokens.sum()),
             "bytes": int(self.bytes.sum()),
+            "rules": [asdict(rule) for rule in self.rules],
         }
 
 

@@ -3,6 +3,7 @@
 import lzma
 import math
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
+from gptmini.data.formats import STORIES
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run, load_run
@@ -21,6 +23,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
 from gptmini.train.kept_losses import Split, read_losses, write_losses
+from gptmini.train.rules import measure_rules
 
 MAX_COMPRESSED_BYTES = 5_000_000  # of the text to train on; xz takes a second for each million
 MAX_COMPRESSED_TOKENS = MAX_COMPRESSED_BYTES  # a token has a byte at least
@@ -157,6 +160,8 @@ def evaluate_held_out(
     """
     texts = get_held_out(corpus, split)
     evaluation = evaluate_run(run, texts, batch_size, stride)
+    if STORIES in run.config.data.path:
+        evaluation = replace(evaluation, rules=tuple(measure_rules(run.model, run.tokenizer)))
     if stride in (None, run.config.seq_len):
         kept = read_losses(run.path, split)
         is_kept = kept is not None and kept.whole and kept.step == run.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from gptmini.errors import explain_missing_guest
 from gptmini.model.gpt import GPT
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gptmini.runs.directory import Checkpoint, RunDirectory
     from gptmini.runs.tensors import Tensors
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -47,9 +48,9 @@ class Group:
 
     # -- facts -------------------------------------------------------------------------------------
 
-    def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and return its result everywhere; if it fails, all do."""
-        return work()
+    def on_rank_zero(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do `work` on rank 0 alone and return its result everywhere; if it fails, all do."""
+        return work(*args, **kwargs)
 
     def enter_on_rank_zero(
         self, context: AbstractContextManager[Any]

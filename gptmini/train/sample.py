@@ -33,9 +33,10 @@ def generate_sample(training: Training) -> str:
     question = training.corpus.read_question()
     if len(question) + settings.max_new_tokens > context_length:  # the answer must fit as well
         question = []
+    beginning = question or encode_start(tokenizer, settings)
     text = Sequence(
         0,
-        question or encode_start(tokenizer, settings),
+        beginning,
         context_length,
         settings,
         build_token_bias(tokenizer, settings),
@@ -51,7 +52,8 @@ def generate_sample(training: Training) -> str:
             if time.perf_counter() - started > seconds:
                 break
     special = tokenizer.special_tokens.values()
-    return tokenizer.decode([token for token in question if token not in special]) + text.text
+    shown = tokenizer.decode([token for token in beginning if token not in special])
+    return (shown + text.text).lstrip()
 
 
 def _limit_sample_tokens(config: Config) -> int:

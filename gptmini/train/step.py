@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptmini.console import say, show_elapsed
 from gptmini.errors import DivergedError, GptminiError
-from gptmini.train.batches import seed_from
+from gptmini.train.seeds import seed_from
 from gptmini.train.state import Training
 
 # In float16, steps after which the loss scale is doubled; the next overflow halves it again.

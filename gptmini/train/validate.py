@@ -40,14 +40,13 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
     if progress.best is None or result.loss < progress.best["val_loss"]:
         progress.best = progress.to_metrics() | metrics
         training.group.on_rank_zero(
-            lambda: write_losses(
-                training.run.path,
-                "validation",
-                progress.step,
-                corpus.validation,
-                training.model,
-                result,
-                whole=n_tokens == corpus.held_out,
-            )
+            write_losses,
+            training.run.path,
+            "validation",
+            progress.step,
+            corpus.validation,
+            training.model,
+            result,
+            whole=n_tokens == corpus.held_out,
         )
     return metrics

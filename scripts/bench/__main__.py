@@ -7,9 +7,6 @@
   gpu        training and generation on a GPU, beside nanoGPT
   learning   what recipes learn from the same tokens
   llama      tokens per second beside llama.cpp on the same weights
-  memory     a step with and without gradient checkpointing
-  processes  a step on several processes of this machine
-  scale      what two minutes of training predict, beside xz and PPMd
   serve      the server under concurrent clients, beside llama.cpp's
   train      training beside plain PyTorch that follows nanoGPT's recipes
 
@@ -31,22 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
 # Each is imported only when it runs, as what it needs differs.
-BENCHMARKS = (
-    "first",
-    "generate",
-    "gpu",
-    "learning",
-    "llama",
-    "memory",
-    "processes",
-    "scale",
-    "serve",
-    "train",
-)
+BENCHMARKS = ("first", "generate", "gpu", "learning", "llama", "serve", "train")
 
 
 def run_benchmark(bench: Any, name: str, words: list[str]) -> None:
-    """Print the tables of a benchmark, or write their runs to a file."""
+    """Print the tables of a benchmark, and write them to a file if one is named."""
     parser = argparse.ArgumentParser(
         prog=f"bench {name}",
         description=bench.__doc__,
@@ -57,17 +43,17 @@ def run_benchmark(bench: Any, name: str, words: list[str]) -> None:
     extents.add_argument("--trial", dest="extent", action="store_const", const="trial")
     extents.add_argument("--extent", help=argparse.SUPPRESS)
     parser.set_defaults(extent="quick")
-    parser.add_argument("--json", type=Path, help="write the raw runs to this file")
+    parser.add_argument("--json", type=Path, help="write the tables to this file")
     if hasattr(bench, "add_options"):
         bench.add_options(parser)
     options = vars(parser.parse_args(words))
     out = options.pop("json")
     tables = []
     for table in bench.measure(**options):
-        print(f"{table.draw()}\n", flush=True)
         tables.append(table)
+        print("\n".join(table.draw()), end="\n\n", flush=True)
     if out is not None:
-        out.write_text(json.dumps({table.name: table.dump() for table in tables}), "utf-8")
+        out.write_text(json.dumps({table.name: table.draw() for table in tables}), "utf-8")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Run every bench that a table of the pages rests on, and keep its runs: python scripts/bench all
+"""Run every bench that a table of the pages rests on: python scripts/bench all
 
-Each runs in a process of its own, one after another, and its raw runs are written to the results
+Each runs in a process of its own, one after another, and its tables are written to the results
 file when it ends. Run again, what is there already is skipped, as long as gptmini/ and the machine
 are those of the file: so a kill loses one bench at most. One that fails is named, the others go on,
 and the exit code is 1. At the end it writes the tables of scripts/RESULTS.md and of README.md.
@@ -28,17 +28,14 @@ from gptmini.files import atomic_write_bytes
 # The minutes that each takes on two cores of a Xeon with AMX, quick and full.
 MINUTES: dict[str, tuple[float, float]] = {
     "first": (3, 3),
-    "memory": (1, 1),
-    "processes": (3, 4),
     "generate": (8, 25),
     "llama": (5, 5),
     "serve": (4, 12),
     "learning": (7, 40),
     "train": (12, 50),
-    "scale": (10, 30),
 }
 COMMAND = (sys.executable, str(Path(__file__).parent))
-PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "pyppmd", "numpy")
+PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "numpy")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from bench.memory import read_peak
 from bench.results import Extent, Table
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.extras.engine.native_engine import NativeEngine
@@ -273,6 +273,13 @@ def print_memory(size: str, who: str) -> None:
         round_weights(model, who)  # as a run stores them when it is loaded
         time_gptmini(open_engine(model, 1, who), model, prompts, 32)
     print(read_peak())
+
+
+def read_peak() -> float:
+    """Peak memory of this process in MiB; that of getrusage would include the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(peak.split()[1]) / 1024
 
 
 def measure_memory(trial: bool) -> Table:

@@ -35,8 +35,9 @@ from gptmini.machine import pick_compute
 from gptmini.model.kernels import cross_entropy_
 from gptmini.runs.log import read_metrics
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
-from gptmini.train.batches import Batches, iter_validation_batches, seed_from
+from gptmini.train.batches import Batches, iter_validation_batches
 from gptmini.train.evaluate import evaluate
+from gptmini.train.seeds import seed_from
 
 Settings = dict[str, Any]
 MAX_TEXT_LENGTH = 14_000_000  # characters

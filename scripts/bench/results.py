@@ -1,8 +1,8 @@
-"""Tables of raw runs: what a bench measures, the file that keeps it, and the pages that show it.
+"""Tables of what a bench measures, the file that keeps them drawn, and the pages that show them.
 
 A table has a list of values in each cell, one for each round or seed. What is shown of it is their
 median. Columns are shown on their own or as an expression: `A / B` is the median of the ratios of
-equal rounds, `A - B` of their differences, `A * 100` of scaled values.
+equal rounds, `A - B` of their differences.
 
 Pages have tables between `<!-- table NAME -->` and `<!-- end -->`; `about` is a paragraph on
 machine, commit and date, `compared` our place beside others, and `front` its first rows.
@@ -16,7 +16,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ Runs = list[float]
 OPERATORS: dict[str, Callable[[float, float], float]] = {
     " / ": operator.truediv,
     " - ": operator.sub,
-    " * ": operator.mul,
 }
 PAGES = (ROOT / "README.md", ROOT / "scripts" / "RESULTS.md")
 MARKED = re.compile(r"(<!-- table (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -80,11 +79,6 @@ COMPARED = (
         "transformers, float32",
         ("generate memory", "124M", "bfloat16 / HF float32"),
     ),
-    (
-        "bits per byte of Python's manual after two minutes (less is better)",
-        "PPMd",
-        ("scale", "Python's manual", "gptmini / PPMd"),
-    ),
 )
 
 
@@ -114,24 +108,16 @@ class Table:
             left, found, right = expression.partition(sign)
             if not found:
                 continue
-            values = columns[left]
-            if right in columns:
-                return [apply(*pair) for pair in zip(values, columns[right], strict=True)]
-            if right.isdecimal():
-                return [apply(value, int(right)) for value in values]
+            return [apply(*pair) for pair in zip(columns[left], columns[right], strict=True)]
         raise KeyError(expression)
 
-    def draw(self) -> str:
-        """Draw the table in Markdown."""
+    def draw(self) -> list[str]:
+        """Draw the table in Markdown, line by line."""
         headings = [self.unit, *self.shown]
         lines = [headings, ["---"] * len(headings)]
         for row in self.rows:
             lines.append([row, *(self._draw_cell(row, column) for column in self.shown)])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-    def dump(self) -> dict[str, Any]:
-        """Return what a results file holds of it, under its name."""
-        return {key: value for key, value in asdict(self).items() if key != "name"}
+        return [f"| {' | '.join(line)} |" for line in lines]
 
     def _draw_cell(self, row: str, expression: str) -> str:
         try:
@@ -170,14 +156,14 @@ def check_text(path: Path) -> Path:
 
 
 class Results:
-    """A results file: the machine, the commit, and the tables of each bench."""
+    """A results file: the machine, the commit, and the drawn tables of each bench."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
         self.tables = {
-            name: Table(name, **parts)
+            name: lines
             for bench in facts["benches"].values()
-            for name, parts in bench["tables"].items()
+            for name, lines in bench["tables"].items()
         }
 
     @classmethod
@@ -192,7 +178,7 @@ class Results:
             return self._compare("how many times as fast gptmini is", COMPARED[:5])
         if name == "compared":
             return self._compare("factor", COMPARED)
-        return self.tables[name].draw()
+        return "\n".join(self.tables[name])
 
     def write_pages(self) -> None:
         """Bring the tables of the pages up to date; those that were not measured stay."""
@@ -216,9 +202,14 @@ class Results:
         lines = [f"| on {machine['cores']} cores, {machine['processor']} | beside | {heading} |"]
         lines.append("|---|---|---|")
         for what, beside, (table, row, ratio) in rows:
-            factor = statistics.median(self.tables[table].compute(row, ratio))
-            lines.append(f"| {what} | {beside} | {factor:.2g} x |")
+            lines.append(f"| {what} | {beside} | {self._read_factor(table, row, ratio):.2g} x |")
         return "\n".join(lines)
+
+    def _read_factor(self, table: str, row: str, column: str) -> float:
+        """Read the median of a ratio, such as `2.40 x (2.06 to 2.74)`, from its table."""
+        headings, _, *rows = (line[2:-2].split(" | ") for line in self.tables[table])
+        (cells,) = (cells for cells in rows if cells[0] == row)
+        return float(cells[headings.index(column)].split()[0])
 
     def _describe(self) -> str:
         """Describe where and when all of this was measured."""

@@ -50,6 +50,7 @@ GUEST_DOORS = {
     ("doors", "load_plots", "extras.plots"),
     ("generate.engine", "open_engine", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
+    ("tokenizer.load", "_adopt_file", "extras.interop"),
     ("train.group", "join_group", "extras.parallel"),
 }
 # The public names whose home is a guest; `gptmini/__init__.py` imports it when one is first used.
@@ -67,8 +68,6 @@ DOORS = {  # the only modules that import a library
     "rich": {"console", "extras.plots.plots", "extras.compare.plots"},
     "safetensors": {"runs.tensors", "extras.interop.huggingface"},
     "gguf": {"extras.interop.gguf"},
-    "transformers": {"extras.interop.export"},
-    "xllamacpp": {"extras.interop.export"},
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"extras.plots.plots"},

@@ -398,7 +398,7 @@ def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path,
             newest = run.load_newest()
             assert newest is not None
             assert newest.step == max(set(whole) & set(kept))
-            run.set_aside_after(newest.step)
+            run.tidy_after(newest.step, {"step": best}, keep=2)
 
 
 class Canary:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from gptmini.config.settings import AttentionConfig, ModelConfig
 from gptmini.errors import Stopped
+from gptmini.extras.engine.gpu_engine import GpuEngine
 from gptmini.generate.run import load_run
+from gptmini.generate.sequence import Sequence
 from gptmini.machine import pick_compute
 from gptmini.model.attention import attend, make_mask
 from gptmini.model.gpt import GPT
@@ -221,6 +223,30 @@ def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_p
     together = [text.tokens for text in run.start(prompts, **drawn).finish()]
     alone = [run.start([prompt], **drawn).finish()[0].tokens for prompt in prompts]
     assert together == alone == expected
+
+
+def test_recorded_steps_read_new_tokens_and_a_grown_cache():
+    model = made(context_length=1024).to(DEVICE).eval()
+    engine = GpuEngine(model, 5, "float32")
+    drawn = torch.randint(101, (5, 600), generator=torch.Generator().manual_seed(3)).tolist()
+    texts = [Sequence(number, drawn[number][:6], 1024) for number in range(5)]
+    for n_texts, length in (
+        (1, 6),
+        (1, 7),
+        (2, 8),
+        (5, 9),
+        (5, 10),
+        (3, 11),
+        (5, 300),
+        (5, 301),
+        (5, 302),
+    ):
+        for number, text in enumerate(texts[:n_texts]):
+            text.context = drawn[number][:length]
+        for text, logits in zip(texts, engine(texts[:n_texts]), strict=False):
+            with torch.no_grad():
+                expected = model(torch.tensor([text.context], device=DEVICE))[0, -1:]
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

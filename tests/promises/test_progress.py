@@ -7,8 +7,6 @@ import pytest
 
 from gptmini import console
 
-pytestmark = pytest.mark.usefixtures("only_read_back")
-
 
 @pytest.fixture
 def shown(monkeypatch) -> list[str]:

@@ -25,7 +25,7 @@ from gptmini.data.hub_dataset import parse_dataset_name
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.serve import server
 from tests.local_hub import LocalHub
-from tests.samples import run_of
+from tests.samples import CHAT_TOKENIZER, run_of
 from tests.support import needs_posix, run_command
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,8 @@ def made_small(words: list[str]) -> list[str]:
         words = [*words, *SMALL_WORDS]
     if "--minutes" in words:  # which would choose one head for so small a width
         words = [*words, "--set", "model.n_head=4"]
-    extra = {"generate": ["--max-new-tokens", "3"], "serve": ["--port", "0"]}
+    short = ["--max-new-tokens", "3"]
+    extra = {"generate": short, "chat": short, "serve": ["--port", "0"]}
     return words + extra.get(words[1], [])
 
 
@@ -159,14 +160,15 @@ def runs_of(words: list[str]) -> Iterator[str]:
 def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Train the runs that a page takes from another page; exports and comparisons are its own."""
     for name in runs_of(words):
-        if not Path(name).exists():
+        if words[1] == "chat":
+            run_of(Path(name), CHAT_TOKENIZER)
+        elif not Path(name).exists():
             provide("my.txt", Path())
             command = ["gptmini", "train", "my.txt", "--out", name, *SMALL_WORDS]
             assert run_command(command, monkeypatch) == 0
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-@pytest.mark.usefixtures("only_read_back")
 def test_every_command_runs(
     readme: Path,
     tmp_path: Path,

@@ -41,7 +41,6 @@ def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
     assert run(seed=2) != first
 
 
-@pytest.mark.usefixtures("only_read_back")
 def test_the_run_that_nano_saves_is_one_for_every_command(tmp_path, monkeypatch, gptmini):
     monkeypatch.syspath_prepend(SCRIPTS)
     import nano

@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gptmini.extras.engine import graphs
 from gptmini.extras.engine.build import build_library
 from gptmini.extras.engine.gpu_engine import GpuEngine
 from gptmini.extras.engine.native_engine import NativeEngine
@@ -34,7 +33,6 @@ from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS
 from gptmini.generate.precision import PRECISIONS
 from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
-from tests.extras.engine.recorded_graphs import RecordedGraph
 from tests.support import tiny
 
 EXAMPLES = int(os.environ.get("GPTMINI_EXAMPLES", "0"))
@@ -297,7 +295,7 @@ class Company(RuleBasedStateMachine):
 
 
 class TorchCompany(Company):
-    """The same on PyTorch's engine, with graphs as on a GPU."""
+    """The same on PyTorch's engine."""
 
     max_pass_tokens = PREFILL_CHUNK
 
@@ -305,7 +303,6 @@ class TorchCompany(Company):
         engine = GpuEngine(self.model, n_slots, "float32")
         engine._max_pass_tokens = self.max_pass_tokens
         engine._on_cpu = self.max_pass_tokens == PREFILL_CHUNK
-        engine._on_device = True
         return engine
 
     def offered(self) -> list[list[int]]:
@@ -332,8 +329,7 @@ class TorchCompany(Company):
 
 @pytest.mark.parametrize("max_pass_tokens", [PREFILL_CHUNK, 4 * PREFILL_CHUNK])
 @torch.inference_mode()
-def test_a_text_has_the_model_s_logits_on_the_torch_engine(max_pass_tokens: int, monkeypatch):
-    monkeypatch.setattr(graphs, "_Graph", RecordedGraph)
+def test_a_text_has_the_model_s_logits_on_the_torch_engine(max_pass_tokens: int):
     machine = type("TorchCompany", (TorchCompany,), {"max_pass_tokens": max_pass_tokens})
     run_machine(machine)
 

@@ -216,7 +216,8 @@ def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None)
     """ConfigError for a run that was begun by other settings, or with another kind of model."""
     is_same = _dump_settings(run.load_request()) == _dump_settings(config)
     if run.list_steps():
-        is_same = is_same and bool(run.find_best().state.get("own_model")) == (model is not None)
+        state = run.load_best(with_model=False).state
+        is_same = is_same and bool(state.get("own_model")) == (model is not None)
     if not is_same:
         raise ConfigError(
             f"{run.path}: belongs to a different comparison; choose another directory with --out"
@@ -234,7 +235,7 @@ def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
     for path in {path.absolute(): path for path in paths}.values():
         run = RunDirectory(path)
         config = run.load_config()
-        state = run.find_best().state
+        state = run.load_best(with_model=False).state
         comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto")
         if config.train.minutes is not None:  # these are outcomes then, not settings
             same = Config().train.model_dump(include=SET_BY_MINUTES)

@@ -37,7 +37,7 @@ def measure_variants(paths: dict[str, list[Path]], split: Split = "validation") 
 def find_losses(run: RunDirectory, split: Split) -> WindowLosses | None:
     """Find the losses of a run's best checkpoint; None if they are missing or of another one."""
     losses = read_losses(run.path, split)
-    is_best = losses is not None and losses.step == run.find_best().step
+    is_best = losses is not None and losses.step == run.load_best(with_model=False).step
     return losses if is_best else None
 
 
@@ -53,7 +53,7 @@ def _get_losses(run: RunDirectory, split: Split) -> WindowLosses:
 
 
 def _describe_measuring(run: RunDirectory, split: Split) -> str:
-    if run.find_best().state.get("own_model"):
+    if run.load_best(with_model=False).state.get("own_model"):
         loaded = f'gptmini.load("{run.path}", weights="float32", model=build)'
         return f'gptmini.evaluate({loaded}, split="{split}")'
     return f"gptmini evaluate {quote(run.path)} --split {split}"

@@ -55,12 +55,15 @@ class NativeEngine(Engine):
         self._weights = weights
         self._fingerprint: Fingerprint = shares._fingerprint if shares else Fingerprint(model)
         self._packed: PackedMatrices = shares._packed if shares else {}
+        self._embed: Tensor = shares._embed if shares else model.embed.weight.detach()
+        if weights == "bfloat16":  # as a model that was rounded when loaded has it
+            self._embed = self._embed.to(torch.bfloat16)
         # A call caches all its keys before its queries look at them. The first queries must still
         # find the keys of their window, so the rings of windowed layers have room for a whole call,
         # and for the block of positions that its last token begins.
         spare_positions = MAX_CALL_TOKENS + CACHE_ALIGNMENT
         self._cache = create_cache(model.config, weights, n_slots, spare_positions)
-        self._step = NativeStep(library, model, weights, self._cache, self._packed)
+        self._step = NativeStep(library, model, weights, self._cache, self._packed, self._embed)
         # For each slot: the tokens at its beginning that were prefilled in whole chunks and whose
         # keys are still there, whichever text has the slot now. This is the prefix cache.
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]

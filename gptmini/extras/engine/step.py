@@ -112,8 +112,11 @@ class NativeStep:
         precision: str,
         cache: list[LayerCache],
         packed: PackedMatrices | None = None,
+        embed: Tensor | None = None,
     ) -> None:
         """`packed` holds the weights in C's layout, for all steps of one model to share.
+
+        `embed` is the table that tokens are looked up in (V, D), by default the model's.
 
         Raises UnexpectedModelError for a model that was changed, as C computes where a tensor ends
         from the configuration alone. Modules of one's own may raise anything.
@@ -125,6 +128,7 @@ class NativeStep:
         self._referenced: list[Tensor] = []  # keeps alive what C has pointers to
         # The residual stream, which a call leaves as the last layer made it.
         self.x = torch.zeros(MAX_CALL_TOKENS, round_up(model.config.d_model))
+        self._embed: Tensor = model.embed.weight if embed is None else embed
         self._model = self._build_model(model, cache)
         # Fixed buffers, so that a call allocates nothing: tokens, rows, positions and logit
         # indices, then the logits. The array shares the memory whose addresses C gets.
@@ -165,8 +169,7 @@ class NativeStep:
         n_scratch = MAX_QUERIES * (round_up(K, CACHE_ALIGNMENT) + config.context_length + 64)
         if config.activation not in ACTIVATION_CODES:
             raise UnexpectedModelError(f"it does not know activation {config.activation}")
-        embed = model.embed.weight
-        check_tensor(embed, V, D)
+        check_tensor(self._embed, V, D)
         layers = (_Layer * config.n_layer)()
         check_layers(model)
         for number, block in enumerate(model.blocks):
@@ -185,10 +188,10 @@ class NativeStep:
             rms=config.norm == "rmsnorm",
             activation=ACTIVATION_CODES[config.activation],
             precision=PRECISION_CODES[self._precision],
-            embed_precision=PRECISION_CODES[str(embed.dtype).removeprefix("torch.")],
+            embed_precision=PRECISION_CODES[str(self._embed.dtype).removeprefix("torch.")],
             n_threads=n_threads,
             norm_eps=config.norm_eps,
-            embed=self._pointer(embed),
+            embed=self._pointer(self._embed),
             final_norm=self._build_norm(model.final_norm, D),
             head=self._build_matrix(D, (model.head or model.embed, V)),
             layers=layers,

@@ -24,6 +24,26 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # with at most low_freq_factor periods in the original context, and none has as many as this.
 ALL_FREQUENCIES = (1e8, 1e9)
 
+# Keys of config.json that are read, beside those of ARCHITECTURES.
+_READ_KEYS = (
+    "model_type num_key_value_heads head_dim attention_bias mlp_bias use_bias tie_word_embeddings "
+    "sliding_window use_sliding_window max_window_layers layer_types rope_theta rope_scaling "
+    "rope_parameters partial_rotary_factor bos_token_id eos_token_id"
+)
+# Keys that change no logits of a trained model: names, types, training, other tasks, generation.
+_IGNORED_KEYS = (
+    "architectures transformers_version dtype torch_dtype tokenizer_class model_max_length "
+    "pad_token_id unk_token_id sep_token_id decoder_start_token_id is_llama_config use_cache "
+    "transformers.js_config attn_implementation pretraining_tp original_max_position_embeddings "
+    "attention_dropout attn_pdrop embd_pdrop embedding_dropout hidden_dropout resid_pdrop "
+    "residual_dropout layer_norm_epsilon initializer_range gradient_checkpointing "
+    "reorder_and_upcast_attn n_ctx mlp_type norm_type chunk_size_feed_forward return_dict "
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params "
+    "classifier_dropout summary_activation summary_first_dropout summary_proj_to_labels "
+    "summary_type summary_use_proj do_sample temperature top_k top_p min_p typical_p "
+    "repetition_penalty length_penalty diversity_penalty max_length min_length max_new_tokens "
+    "num_beams num_beam_groups num_return_sequences no_repeat_ngram_size early_stopping"
+)
 
 _LLAMA_TENSORS = {
     "embed": "model.embed_tokens",
@@ -104,7 +124,9 @@ class Architecture:
     """Our settings to keys of config.json."""
     activation_key: str = "hidden_act"
     """The key of config.json that names the activation."""
-    activations: dict[str, str] = field(default_factory=lambda: {"silu": "swiglu"})
+    activations: dict[str, str] = field(
+        default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"}
+    )
     """Activations, theirs to ours. The first is the default."""
     supported_values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that keys of config.json must have to be imported; the first is the default."""
@@ -386,11 +408,24 @@ def _check_supported(hf_config: dict[str, Any], architecture: Architecture, wher
         "auto_map": (None,),  # code of its own
         architecture.activation_key: tuple(architecture.activations),
     }
+    if hf_config["model_type"] not in ("qwen2", "qwen3"):
+        supported["layer_types"] = (None,)  # transformers makes another model of it
     supported |= architecture.supported_values
     for key, allowed in supported.items():
         default = allowed[0]
         if hf_config.get(key, default) not in allowed:
             raise make_unsupported_error(where, key, repr(hf_config[key]))
+    known = {
+        *supported,
+        *architecture.config_keys.values(),
+        *f"{_READ_KEYS} {_IGNORED_KEYS}".split(),
+    }
+    for key, value in hf_config.items():
+        if value and key not in known and not key.startswith(("_", "unsloth_")):
+            raise CheckpointError(
+                f"{where}: {shorten(key)}: {shorten(value)} may change the model in a way that "
+                f"gptmini does not know; choose another, or delete the key if it does not"
+            )
 
 
 def make_unsupported_error(where: Path, key: str, value: object) -> CheckpointError:

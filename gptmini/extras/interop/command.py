@@ -46,8 +46,6 @@ def export(
     )
     if exported.rounding:
         say(f"proof: rounding to {kind} changes logits by at most {exported.rounding:.1e}")
-    if exported.generated_by:
-        say(f"proof: {exported.generated_by} loads it and generates with it")
     print(out)
     if to == "hf":
         say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
@@ -123,7 +121,7 @@ def import_model(
     say(f"its texts {begins}end with {ends}")
     if tokenizer.chat_template is not None:
         say("it answers questions with:")
-        say(f"  gptmini generate {name} --chat --prompt TEXT")
+        say(f"  gptmini chat {name}")
 
 
 COMMANDS = {"export": export, "import": import_model}

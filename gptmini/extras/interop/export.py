@@ -1,47 +1,36 @@
 """Writes a run in the format of other programs and proves it: reads it back and compares.
 
 Logits are compared on held-out text and on random tokens of the whole vocabulary, and the tokens of
-texts that are hard to split, where the package tokenizers is installed. Where the other program is
-installed, it loads the export and generates with it, since reading back shows only that gptmini
-agrees with itself. An export that fails never appears under its name.
+texts that are hard to split, where the package tokenizers is installed. An export that fails never
+appears under its name. The tests load exports with transformers and llama.cpp, and generate.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import CheckpointError, ConfigError, GptminiError, shorten
+from gptmini.errors import CheckpointError, ConfigError, GptminiError
 from gptmini.extras.interop import architectures, gguf, gguf_reader, huggingface
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.folding import fold
 from gptmini.generate.own_model import find_own_module
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import create_undrawn
-from gptmini.tokenizer.foreign import SPACE
+from gptmini.tokenizer.foreign import SPACE, ForeignTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 from gptmini.train.evaluate_run import load_corpus
 
 # Largest difference of logits, as a share of the largest logit. Folding and float32's rounding make
 # up to 4e-6, a rotary base of 10001 instead of 10000 makes 3e-5.
 MAX_RELATIVE_DIFFERENCE = 1e-5
-# The same where another program computes: its sums have another order, and llama.cpp's products
-# fewer bits.
-MAX_DIFFERENCE_OF_TRANSFORMERS = 1e-3
-MAX_DIFFERENCE_OF_LLAMA_CPP = 0.05
 COMPARED_POSITIONS = 1024
 # Of a large vocabulary the logits of all positions would take more memory than the model.
 MAX_COMPARED_LOGITS = 1 << 24
-GENERATED_TOKENS = 4  # by another program
-MAX_PROMPT = 32  # tokens before them
 HARD_TEXTS = [
     "",
     " ",
@@ -76,7 +65,7 @@ class Export:
 
     `difference` is how far its logits are from the run's, the largest of which is `scale`;
     `rounding` is how far they move by rounding weights to a narrower type. `chats` says whether it
-    has a chat template. `generated_by` is the program that generated with it, if that is installed.
+    has a chat template.
     """
 
     path: Path
@@ -86,7 +75,6 @@ class Export:
     scale: float
     tokens: int
     chats: bool
-    generated_by: str | None
 
 
 def export_run(
@@ -98,8 +86,6 @@ def export_run(
     architecture fits the run's settings, GptminiError if the result computes something else.
     """
     run = run if isinstance(run, Run) else load_run(run, "cpu", "float32")
-    if run.weights != "float32":
-        raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
     if own := find_own_module(run.model):
         raise ConfigError(f"{run.path}: {own}, which no other program computes; use it in Python")
     if to not in ("hf", "gguf"):
@@ -128,9 +114,6 @@ def export_run(
                 read_tokenizer = huggingface.read_tokenizer(partial, run.tokenizer.vocab_size)
                 check_tokens(out, run.tokenizer, read_tokenizer)
             rounding = 0.0
-            generated_by = generate_by_transformers(
-                out, partial, run.tokenizer, expected, tokens, every
-            )
         else:
             gguf.write_gguf(partial, run, model_type, config, folded, weights)
             read_config, read_weights, read_tokenizer = gguf_reader.read_gguf(
@@ -141,16 +124,14 @@ def export_run(
             # Rounding is no fault, so it is kept out of the comparison: the file must be equal to
             # the rounded weights, and the folded weights to the run.
             wide = compute(config, folded)
-            rounded = gguf.round_to_type(folded, weights)
-            narrow = compute(config, rounded)
+            narrow = compute(config, gguf.round_to_type(folded, weights))
             rounding = float((wide - narrow).abs().max())
             difference = check_logits(out, narrow, read_back)
             difference += check_logits(out, expected, wide)
-            generated_by = generate_by_llama_cpp(out, partial, config, rounded, tokens)
     scale = float(expected.abs().max())
     chats = run.tokenizer.chat_template is not None
     compared = expected[..., 0].numel()
-    return Export(out, model_type, difference, rounding, scale, compared, chats, generated_by)
+    return Export(out, model_type, difference, rounding, scale, compared, chats)
 
 
 def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
@@ -163,23 +144,21 @@ def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
         if SPACE in text and isinstance(tokenizer, CharTokenizer):
             continue  # llama.cpp takes it for a space
         if tokenizer.encode(text).tolist() != read_back.encode(text).tolist():
-            raise GptminiError(
-                f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
-            )
+            raise _make_text_error(out, tokenizer, f"the text {text!r} has other tokens there")
 
 
-def check_logits(
-    out: Path, expected: Tensor, found: Tensor, max_difference: float | None = None
-) -> float:
-    """Return the largest difference between logits; GptminiError if it is beyond the limit.
+def _make_text_error(out: Path, tokenizer: Tokenizer, problem: str) -> GptminiError:
+    """Make the error for other tokens: of another model's tokenizer, the format may not have it."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        return ConfigError(f"{out}: not written: {problem}; choose another format or model")
+    return GptminiError(f"{out}: not written: {problem}; {REPORT_BUG}")
 
-    The limit is a share of the largest logit, MAX_RELATIVE_DIFFERENCE if not stated.
-    """
-    if max_difference is None:
-        max_difference = MAX_RELATIVE_DIFFERENCE
+
+def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference between logits; GptminiError if it is too large."""
     difference = float((expected - found).abs().max())
     scale = float(expected.abs().max())
-    if not difference <= max_difference * scale:  # also if one of them is not a number
+    if not difference <= MAX_RELATIVE_DIFFERENCE * scale:  # also if one of them is not a number
         raise GptminiError(
             f"{out}: not written: logits differ by {difference:.1e} (the largest is {scale:.1f}); "
             f"{REPORT_BUG}"
@@ -212,107 +191,3 @@ def choose_tokens(run: Run) -> Tensor:
         text = torch.tensor(run.encode("".join(HARD_TEXTS) * 20)[:length])
     tokens[0, : len(text)] = text
     return tokens
-
-
-# -- the other program -----------------------------------------------------------------------------
-
-
-def generate_by_transformers(
-    out: Path, folder: Path, tokenizer: Tokenizer, expected: Tensor, tokens: Tensor, every: int
-) -> str | None:
-    """Load an export with transformers, compare, and generate as its files say.
-
-    Returns the program's name and version, None if it is not installed. Raises GptminiError for
-    logits other than `expected` (B, T / every, V), after each `every`-th position of `tokens`
-    (B, T), for other tokens or texts, and for whatever it raises itself.
-    """
-    try:
-        import transformers  # noqa: PLC0415 - an extra
-    except ImportError:
-        return None
-    program = f"transformers {transformers.__version__}"
-    with _explain_failure(out, program), _silence(transformers):
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        reader: Any = transformers.AutoTokenizer.from_pretrained(folder)
-        with torch.inference_mode():
-            compared = torch.arange(0, tokens.shape[1], every)
-            found = model(tokens, logits_to_keep=compared).logits
-        n_new = min(GENERATED_TOKENS, tokens.shape[1])
-        model.generate(tokens[:1, :1], max_new_tokens=n_new)
-        read = {text: reader(text)["input_ids"] for text in HARD_TEXTS}
-    check_logits(out, expected, found, MAX_DIFFERENCE_OF_TRANSFORMERS)
-    # With a chat template, transformers reads special tokens in a text.
-    encode = tokenizer.encode if tokenizer.chat_template is None else tokenizer.encode_special
-    for text in HARD_TEXTS:
-        plain = tokenizer.encode(text)
-        same_tokens = read[text] == tokenizer.add_bos(encode(text).tolist())
-        if not same_tokens or reader.decode(plain) != tokenizer.decode(plain):
-            raise GptminiError(
-                f"{out}: not written: {program} reads {text!r} otherwise; {REPORT_BUG}"
-            )
-    return program
-
-
-def generate_by_llama_cpp(
-    out: Path, file: Path, config: ModelConfig, weights: Tensors, tokens: Tensor
-) -> str | None:
-    """Load a file with llama.cpp and let it continue a text greedily.
-
-    Returns the program's name, None if it is not installed. Raises GptminiError where it chooses
-    tokens that are not among the likeliest by `weights`, and for whatever it raises itself.
-    """
-    try:
-        import xllamacpp  # noqa: PLC0415 - llama.cpp for Python
-    except ImportError:
-        return None
-    name = "llama.cpp"
-    n_new = min(GENERATED_TOKENS, config.context_length - 1)
-    prompt = tokens[0, : min(MAX_PROMPT, config.context_length - n_new)].tolist()
-    with _explain_failure(out, name):
-        params = xllamacpp.CommonParams()
-        params.model.path = str(file)
-        params.n_ctx = config.context_length
-        params.n_parallel = 1
-        params.n_gpu_layers = 0
-        params.warmup = False
-        params.verbosity = -1  # no log
-        request = {"prompt": prompt, "max_tokens": n_new, "temperature": 0}
-        request |= {"verbose": True, "return_tokens": True}
-        answer = xllamacpp.Server(params).handle_completions(request)
-        chosen = answer["__verbose"]["tokens"]  # at least one, the end of the text maybe
-        if n_new and not chosen:
-            raise ValueError("no tokens")
-    logits = compute_logits(config, weights, torch.tensor([prompt + chosen]))[0]  # (T, V)
-    for row, token in zip(logits[len(prompt) - 1 :], chosen, strict=False):
-        if not row.max() - row[token] <= MAX_DIFFERENCE_OF_LLAMA_CPP * row.abs().max():
-            raise GptminiError(f"{out}: not written: {name} chooses other tokens; {REPORT_BUG}")
-    return name
-
-
-@contextmanager
-def _explain_failure(out: Path, program: str) -> Iterator[None]:
-    """Turn whatever another program raises into a GptminiError."""
-    try:
-        yield
-    except Exception as error:
-        problem = shorten(f"{type(error).__name__}: {error}", 200)
-        raise GptminiError(
-            f"{out}: not written: {program} fails with it ({problem}); update that, or report this"
-        ) from None
-
-
-@contextmanager
-def _silence(transformers: Any) -> Iterator[None]:
-    """Keep the warnings and progress bars of transformers from the terminal for a while."""
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    has_bar = logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bar:
-            logging.enable_progress_bar()

@@ -171,6 +171,10 @@ def _read_settings(
     settings["tie_embeddings"] = "output.weight" not in stored
     settings["bias"] = any(_is_bias(tensor) and not _is_qkv(tensor) for tensor in stored)
     n_kv_head = metadata.get(f"{name}.attention.head_count_kv", n_head)
+    if isinstance(n_kv_head, list):  # one for each layer
+        if len(set(n_kv_head)) != 1:
+            raise make_unsupported_error(path, f"{name}.attention.head_count_kv", n_kv_head)
+        n_kv_head = n_kv_head[0]
     settings["attention"] = {
         "variant": {n_head: "mha", 1: "mqa"}.get(n_kv_head, "gqa"),
         "n_kv_head": n_kv_head,

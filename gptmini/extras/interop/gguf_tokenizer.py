@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmini.errors import ConfigError
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.architectures import make_unsupported_error
 from gptmini.extras.interop.tokenizer_json import (
     build_added_token,
@@ -22,7 +23,7 @@ from gptmini.tokenizer.byte_level import (
     recover_merges,
     to_byte_level,
 )
-from gptmini.tokenizer.foreign import BYTE_NAME, SPACE, ForeignTokenizer, adopt_tokenizer
+from gptmini.tokenizer.foreign import BYTE_NAME, SPACE, ForeignTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
 JsonObject = dict[str, Any]

@@ -16,34 +16,42 @@ import torch
 from torch import Tensor
 
 from gptmini import files
+from gptmini.config.load import validate
 from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
 from gptmini.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     describe_lookup_error,
     describe_os_error,
     shorten,
 )
 from gptmini.extras.interop import architectures
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.generate.run import Run
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.gpt import create_undrawn
 from gptmini.runs.tensors import NamedTensors, write_tensors
-from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
+from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The uses of special tokens that have keys of their own in tokenizer_config.json.
 STANDARD_USES = {f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+# The same in generation_config.json and in the section `sample`.
+SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 LFS_POINTER = b"version https://git-lfs"
 HEAD_NAME = "lm_head.weight"  # in every architecture
-# Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
-BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# Tensors that transformers ignores: masks of GPT-2, tables of the rotary positions, and the head
+# that TRL trains to value texts.
+IGNORED_TENSORS = re.compile(
+    r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|v_head\..*"
+)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -71,6 +79,7 @@ def read_settings(
     folder: Path, context_length: int | None = None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Return a folder's config.json and the settings in it; CheckpointError if one is not ours."""
+    _refuse_links(folder)
     adapter_file = folder / "adapter_config.json"
     if adapter_file.exists():
         raise CheckpointError(
@@ -84,6 +93,17 @@ def read_settings(
         config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
     )
     return hf_config, architectures.from_hf_config(hf_config, config_file, context_length)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise CheckpointError for a text file that is a link to elsewhere: the run would copy it.
+
+    In the Hub's cache, files are links to its folder blobs.
+    """
+    inside = (folder.resolve(), folder.resolve().parent.parent / "blobs")
+    for file in folder.glob("*.j*"):  # .json and .jinja
+        if not any(file.resolve().is_relative_to(parent) for parent in inside):
+            raise CheckpointError(f"{file}: a link that leaves its folder; copy the file there")
 
 
 def check_tokenizer_file(folder: Path) -> Path:
@@ -134,6 +154,24 @@ def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
     return found
 
 
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """Return the settings of the section `sample` that generation_config.json states."""
+    path = folder / "generation_config.json"
+    stated = _read_optional_json(path)
+    settings = {key: stated[key] for key in SAMPLING_KEYS if stated.get(key) is not None}
+    for key, everything in (("top_k", 0), ("top_p", 1)):
+        if settings.get(key) == everything:
+            settings[key] = None
+    if stated.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    try:
+        return validate({"sample": settings}, {("sample",): str(path)}).sample.model_dump(
+            exclude_unset=True
+        )
+    except ConfigError as error:
+        raise CheckpointError(*error.lines) from None
+
+
 def _read_template_tokens(folder: Path) -> dict[str, str]:
     """Return the names of special tokens that a chat template may use, such as bos_token.
 
@@ -173,7 +211,9 @@ def _read_chat_template(folder: Path) -> str | None:
         if "default" not in template:
             config_file = folder / "tokenizer_config.json"
             warn(f"{config_file}: chat_template: has several, none called default; none is kept")
-        return template.get("default")
+        template = template.get("default")
+    if not isinstance(template, str | None):
+        raise DataError(f"{folder / 'tokenizer_config.json'}: chat_template: must be a text")
     return template
 
 
@@ -310,7 +350,7 @@ def _match_names(
     find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
     names = {name: find_name(name) for name in create_undrawn(config).state_dict()}
     for name in stored.keys() - names.values() - {HEAD_NAME}:  # which equals the embeddings
-        if not name.endswith((*BUFFER_SUFFIXES, "o_proj.bias")):
+        if not IGNORED_TENSORS.fullmatch(name) and not name.endswith("o_proj.bias"):
             raise CheckpointError(
                 f"{folder}: tensor {shorten(name)}: a {model_type} has none; this is another "
                 f"architecture, which gptmini does not have"

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import files
-from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
+from gptmini.config.settings import Config, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
 from gptmini.console import show_elapsed
 from gptmini.extras.interop.gguf_reader import read_gguf
 from gptmini.extras.interop.hub_model import ModelName, fetch_model, parse_model_name
-from gptmini.extras.interop.huggingface import read_model, read_tokenizer
+from gptmini.extras.interop.huggingface import read_model, read_sampling, read_tokenizer
 from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import NamedTensors
@@ -72,6 +72,7 @@ def write_imported_run(
             settings = Config(
                 model=config,
                 tokenizer=TokenizerConfig(kind=tokenizer.kind),
+                sample=SampleConfig(**read_sampling(path)) if path.is_dir() else SampleConfig(),
                 train=TrainConfig(**FINETUNE_SETTINGS, seq_len=seq_len),
             )
             write_run(RunDirectory(partial), settings, weights, tokenizer, str(source))

@@ -57,11 +57,10 @@ function forgetAll() {
 }
 
 function* readInPieces(reader, tokens) {
-  for (let n = PIECE; n < tokens.length; n += PIECE) {
-    reader.read(tokens.slice(0, n));
+  for (let n = PIECE; n < tokens.length + PIECE; n += PIECE) {
     yield;
+    reader.read(tokens.slice(0, n));
   }
-  reader.read(tokens);
 }
 
 /** Run a generator to its end, and let the page do something else in between. */

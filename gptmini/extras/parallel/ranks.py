@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ COLLECTIVE_TIMEOUT_SECONDS = 600
 # Facts wait longer: meanwhile one rank may prepare a text.
 FACTS_TIMEOUT_SECONDS = 6 * 3600
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -99,11 +100,11 @@ class Ranks(Group):
         """Return rank 0's value on every rank; what the others pass is ignored."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
-    def on_rank_zero(self, work: Callable[[], T]) -> T:
+    def on_rank_zero(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         result: T | None = None
         failure: Exception | None = None
         if self.rank == 0:
-            result, failure = _attempt(work)
+            result, failure = _attempt(lambda: work(*args, **kwargs))
         return self._gather_or_fail(result, failure)[0]
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
@@ -175,7 +176,7 @@ class Ranks(Group):
     @contextmanager
     def enter_on_rank_zero(self, context: AbstractContextManager[Any]) -> Iterator[None]:
         with ExitStack() as stack:
-            self.on_rank_zero(lambda: stack.enter_context(context))
+            self.on_rank_zero(stack.enter_context, context)
             yield
 
 

@@ -40,7 +40,7 @@ def serve(
 
     key = _read_key()
     with server.listen(host, port) as listening:
-        trained = load_run(path, device, weights)
+        trained = load_run(path, device, weights, rounds_model=True)
         limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
         hosts = server.list_host_names(listening)
         app = server.Server(trained, limits, key, hosts, _build_page(trained, limits))

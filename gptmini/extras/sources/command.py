@@ -35,7 +35,7 @@ def copies(
 
     text = (read_text(file) if text is None else text).removeprefix(prompt)
     directory = RunDirectory(path)
-    content = directory.find_best().state.get("corpus", "")
+    content = directory.load_best(with_model=False).state.get("corpus", "")
     source = read_training_text(path, directory.load_config().data, content)
     found = Copies(source, text, prompt)
     if as_json:

@@ -14,7 +14,6 @@ import typer.core
 
 from gptmini import __version__, console
 from gptmini.cli import app, generate
-from gptmini.config.settings import Config
 from gptmini.machine import catch_signals
 from tests.support import needs_posix
 
@@ -33,7 +32,7 @@ ERRORS = [
         "tokenizer.vocab_size: only kind bpe has a choice",
     ),
     (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
-    (["train", "--data", "builtin:x"], 3, "choose builtin:python-docs"),
+    (["train", "--data", "builtin:x"], 3, "choose builtin:stories"),
     (["train", "--step", "3"], 2, "--steps); see"),  # not base.step
     (["train", "--grad-clip", "9"], 2, "--set train.grad_clip=VALUE"),
     (["score", "gpt2"], 4, "gptmini import openai-community/gpt2"),
@@ -214,9 +213,7 @@ def test_the_version(gptmini):
 def test_help_lists_train_and_generate_first(gptmini):
     commands = re.findall(r"^  ([a-z]+)  ", gptmini("--help")[1].partition("Commands:")[2], re.M)
     assert commands[:2] == ["train", "generate"]
-    described = " ".join(gptmini("train", "--help")[1].split())
-    assert f"for {Config().train.steps} steps" in described
-    assert commands[2:7] == ["score", "evaluate", "inspect", "convert", "runs"]
+    assert commands[2:8] == ["chat", "score", "evaluate", "inspect", "convert", "runs"]
     assert commands[-2:] == ["data", "tokenizer"]
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gptmini.cli.generate import drop_oldest_turns
-from gptmini.errors import ConfigError
+from gptmini.cli.chat import drop_oldest_turns
 from gptmini.generate.run import Run
 from tests.samples import CHAT_TOKENIZER, run_of
 
@@ -63,14 +62,26 @@ def test_a_conversation_says_once_that_it_forgets(tmp_path, gptmini, monkeypatch
     monkeypatch.setattr(
         Run, "render_chat", lambda run, said: rendered.append(said[:]) or render(run, said)
     )
-    code, _, said = gptmini("generate", "run", "--chat", "-i", "--max-new-tokens", "8")
+    code, _, said = gptmini("chat", "run", "--max-new-tokens", "8")
     assert code == 0
     assert said.count("forgets its oldest turns") == 1
     assert len(rendered[-1]) < 11
     assert rendered[-1][-1]["content"] == "Why " * 5
 
 
-def test_a_run_without_a_chat_template_says_so(tmp_path: Path):
-    run = run_of(tmp_path / "other")
-    with pytest.raises(ConfigError, match="other: has no chat template"):
-        run.render_chat([{"role": "user", "content": "Hi"}])
+def test_a_single_message_is_answered(tmp_path, gptmini):
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER, context_length=100)
+    messages = [{"role": "user", "content": "Why?"}]
+    settings = {"max_new_tokens": 8, "temperature": 0.5, "seed": 3}
+    (expected,) = run.start([run.encode_chat(messages)], **settings).finish()
+    words = ["--prompt", "Why?", "--max-new-tokens", "8", "--temperature", "0.5", "--seed", "3"]
+    code, out, _ = gptmini("chat", "run", *words, "--weights", "float32")
+    assert (code, out) == (0, f"{expected.text}\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--prompt", "Hi"]])
+def test_a_run_without_a_chat_template_says_so(tmp_path: Path, gptmini, words):
+    run_of(tmp_path / "other")
+    code, out, said = gptmini("chat", "other", *words)
+    assert (code, out, said.count("\n")) == (2, "", 1)
+    assert "other: has no chat template: its model continues texts; use generate" in said

@@ -105,6 +105,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"conversations": [{"from": "human", "value": 5}]}, r"conversations\[0\]\.value: 5, not text"),
     ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"messages\[1\]\.content: empty"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": [1]}]}, r"messages\[1\]\.tool_calls: not supp"),
+    ({"messages": [ASK, {**ANSWER, "refusal": "no"}]}, r"messages\[1\]\.refusal: not supp"),
+    ({"messages": [ASK, {**ANSWER, "weight": 0}]}, r"messages\[1\]\.weight: not supp"),
+    ({"messages": [ASK, {**ANSWER, "role": "tool"}]}, r"messages\[1\]\.role: 'tool'; use"),
+    ({"messages": [ASK, {**ANSWER, "content": None}]}, r"messages\[1\]\.content: missing"),
     ({"conversations": SHAREGPT, "tools": "[]"}, "tools: not supported"),
 ]
 

@@ -111,6 +111,20 @@ def test_json_lines_may_be_appended_with_their_marks(tmp_path: Path):
     assert documents(path) == ["one", "two"]
 
 
+def test_a_record_with_no_text_among_others_is_counted(tmp_path: Path, capsys):
+    """A null, or a field left out where it would be null, is no text, as an empty one is."""
+    records = [{"text": "a"}, {"n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}]
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    (tmp_path / "a.jsonl").write_text(lines)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        source = find_text([str(tmp_path / name)], DataConfig())
+        assert [chunk.text for chunk in source.iter_chunks()] == ["a"]
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"warning: {tmp_path}/{name}:2: ")
+        assert "2 of 4 records" in line
+
+
 def test_rows_of_parquet_are_counted_through_all_groups(tmp_path: Path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two", "three"]}), path, row_group_size=2)
@@ -182,6 +196,9 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
             r"a.jsonl:1: no field 'text' \(it has: title, body\)",
         ),
         ("a.jsonl", b'{"instruction": "a", "output": "b"}\n', "a.jsonl:1: .* messages"),
+        ("a.jsonl", b'{"text": 1}\n', "a.jsonl:1: field 'text' is 1, not text"),
+        ("a.jsonl", b'{"messages": "a"}\n', r"a.jsonl:1: .*messages"),
+        ("a.jsonl", b"null\n", "a.jsonl:1: not a JSON object"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8 at byte 10; convert"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "field 'text' has half a character .* at position 0"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "a.jsonl: UTF-16 or .*-t utf-8"),

@@ -197,7 +197,7 @@ def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):
         (str(tmp_path / "none.txt"), "no such file"),
         ("a\0b", "embedded null"),
         ("/dev/null", "not a regular file"),
-        ("builtin:x", "choose builtin:python-docs or builtin:python-code"),
+        ("builtin:x", "choose builtin:stories, builtin:python-docs"),
     ]:
         with pytest.raises(DataError, match=words):
             texts(path)

@@ -15,7 +15,9 @@ from gptmini.generate.filters import compute_logprob
 from gptmini.generate.precision import round_weights
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.sequence import Sequence
+from gptmini.machine import CPP_COMPILERS, find_compiler
 from gptmini.model.gpt import GPT, create_undrawn
+from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 from tests.support import tiny, train
@@ -201,9 +203,9 @@ def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
 
 
 @pytest.mark.parametrize("precision_name", ["bfloat16", "int8"])
-def test_the_model_of_a_run_has_the_rounded_weights_in_float32(trained: Path, precision_name: str):
+def test_a_model_that_was_rounded_has_these_weights_in_float32(trained: Path, precision_name: str):
     exact = load_run(trained, weights="float32").model
-    run = load_run(trained, weights=precision_name)
+    run = load_run(trained, weights=precision_name, rounds_model=True)
     generated = run.generate("the ")
     with torch.inference_mode():  # as `score` looks at it
         weights = dict(run.model.named_parameters())
@@ -221,9 +223,28 @@ def test_the_model_of_a_run_has_the_rounded_weights_in_float32(trained: Path, pr
     assert run.start(["the "], use_cache=False).finish()[0].text
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_run_has_the_weights_of_its_checkpoint_and_generates_with_rounded_ones(
+    trained: Path, tmp_path: Path, weights: str
+):
+    expected = RunDirectory(trained).load_best().model
+    run = load_run(trained, weights=weights)
+    rounded = load_run(trained, weights=weights, rounds_model=True)
+    settings = {"temperature": 0, "max_new_tokens": 8, "logprobs": True}
+    for _ in range(2):  # looking at the model changes no text
+        (text,) = run.start(["the "], **settings).finish()
+        (other,) = rounded.start(["the "], **settings).finish()
+        if weights == "bfloat16" and find_compiler(*CPP_COMPILERS):
+            assert text.logprobs == other.logprobs
+        for name, tensor in run.model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+    run.save(tmp_path / "copy")
+    assert load_run(tmp_path / "copy").fingerprint == run.fingerprint
+
+
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_the_fingerprint_is_that_of_the_weights_in_float32(trained: Path, weights: str):
-    run = load_run(trained, weights=weights)
+    run = load_run(trained, weights=weights, rounds_model=True)
     found = run.fingerprint
     digest = hashlib.sha256(run.tokenizer.fingerprint.encode())
     for name, tensor in run.model.state_dict().items():

@@ -224,6 +224,20 @@ def test_a_damaged_best_falls_back_to_the_newest(run: RunDirectory):
     assert run.load_best().step == 2
 
 
+def test_a_best_that_a_training_deletes_meanwhile_is_looked_for_again(run, monkeypatch, capsys):
+    run.save(checkpoint(1, best=1))
+    load = RunDirectory.load_checkpoint
+
+    def load_late(self: RunDirectory, step: int, **parts: bool):
+        if step == 1:
+            run.save(checkpoint(2, best=2), keep=1)
+        return load(self, step, **parts)
+
+    monkeypatch.setattr(RunDirectory, "load_checkpoint", load_late)
+    assert run.load_best().step == 2
+    assert capsys.readouterr().err == ""
+
+
 def test_tensors_must_fit_the_model():
     found = {"a": torch.zeros(2), "b": torch.zeros(3), "d": torch.zeros(1)}
     expected = {"a": torch.zeros(2), "b": torch.zeros(4), "c": torch.zeros(1)}

@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptmini.errors import DataError, MachineError
-from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import foreign
-from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
-from gptmini.tokenizer.load import find_tokenizer, from_dict, load_tokenizer
-from tests.foreign import ADDED, MAKERS, MENTIONED, ODD, TEXT, learn, tokenizers
-from tests.support import SMALL
+from gptmini.tokenizer.foreign import ForeignTokenizer, load_library
+from gptmini.tokenizer.load import from_dict, load_tokenizer
+from tests.foreign import MAKERS, MENTIONED, ODD, TEXT, tokenizers
 
 
-def adopt(library: Any, **more: Any) -> ForeignTokenizer:
-    options = {"end_tokens": ["</s>"], "bos_token": "<s>"} | more
-    return adopt_tokenizer(
-        library.to_str(), Path("tokenizer.json"), **{"vocab_size": 2000} | options
-    )
+def build(library: Any, eos_token: str = "<s>") -> ForeignTokenizer:
+    file = library.to_str()
+    return ForeignTokenizer(file, load_library(file), 2000, eos_token, ["</s>"])
 
 
 class Pair:
@@ -33,7 +28,7 @@ class Pair:
         self.library = MAKERS[name]()
         self.plain = tokenizers.Tokenizer.from_str(self.library.to_str())
         self.plain.encode_special_tokens = True  # as text
-        self.ours = adopt(self.library)
+        self.ours = build(self.library)
 
     def check(self, text: str) -> None:
         expected = self.plain.encode(text, add_special_tokens=False).ids
@@ -87,7 +82,7 @@ def test_a_part_that_joins_with_what_stands_before_it_loses_nothing():
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("\n", "t")]))
     library.decoder = tokenizers.decoders.Fuse()
     library.add_special_tokens(["</s>"])
-    assert adopt(library).encode("tat", continues=True).tolist() == [3, 2, 3]
+    assert build(library, "</s>").encode("tat", continues=True).tolist() == [3, 2, 3]
 
 
 def test_an_answer_begins_as_a_model_would_write_it():
@@ -124,55 +119,18 @@ def test_dropout_truncation_and_padding_are_off():
     library.enable_truncation(5)
     library.enable_padding(length=9000)
     library.model.dropout = 0.9
-    ours = adopt(library)
+    ours = build(library)
     assert json.loads(ours.file)["model"]["dropout"] == pytest.approx(0.9)
     for _ in range(3):
         assert ours.encode(TEXT).tolist() == expected
         assert ours.encode_special(TEXT).tolist() == expected
 
 
-def test_the_first_token_is_what_the_file_says(capfd):
-    library = MAKERS["Llama 2"]()
-    ours = adopt(library)
-    assert (ours.adds_bos, ours.eos_token_id, ours.end_tokens) == (True, 1, [2, 1])
-    assert ours.add_bos(ours.encode("It was").tolist()) == library.encode("It was").ids
-    assert adopt(MAKERS["GPT-2"]()).add_bos([5]) == [5]
-    assert not capfd.readouterr().err
-    library.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
-    assert adopt(library).add_bos([5]) == [1, 5]
-    assert capfd.readouterr().err.count("</s>") == 1
-
-
-def test_a_document_ends_with_a_special_token():
-    library = MAKERS["GPT-2"]()
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
-        adopt(library, end_tokens=[700, "x", None], bos_token=None)
-    library.add_special_tokens(["<|endoftext|>"])
-    ours = adopt(library)
-    assert ours.eos_token_id == library.token_to_id("<|endoftext|>")
-    assert ours.end_tokens == [2, ours.eos_token_id]
-
-
-def test_the_model_may_have_more_tokens_and_lack_special_ones():
-    library = MAKERS["GPT-2"]()
-    size = library.get_vocab_size()
-    larger = adopt(library, vocab_size=size + 9)
-    assert larger.decode_token(size + 8) == b""
-    assert len(larger.compute_byte_lengths()) == size + 9
-    smaller = adopt(library, vocab_size=size - len(ADDED))  # as Gemma 3 lacks its image
-    with pytest.raises(DataError, match="<think>"):
-        smaller.encode("a<think>b")
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
-        adopt(library, vocab_size=size - 100)
-
-
 def test_the_file_is_kept_and_copies_are_equal(tmp_path):
     library = MAKERS["Llama 2"]()
     library.model.dropout = 0.5
     file = json.dumps(json.loads(library.to_str()), indent=3) + "\r\n\n"
-    ours = adopt_tokenizer(
-        file, Path("t.json"), 2000, ["</s>"], chat_template="A", template_tokens={}
-    )
+    ours = ForeignTokenizer(file, load_library(file), 2000, "<s>", ["</s>"], True, "A", {})
     (tmp_path / "t.json").write_text(ours.to_json())
     copies = [load_tokenizer(tmp_path / "t.json"), from_dict(json.loads(ours.to_json()))]
     copies += [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
@@ -182,7 +140,7 @@ def test_the_file_is_kept_and_copies_are_equal(tmp_path):
         assert each.to_json() == ours.to_json()
         assert each.fingerprint == ours.fingerprint
         assert each.encode(TEXT + MENTIONED).tolist() == ours.encode(TEXT + MENTIONED).tolist()
-    other = adopt_tokenizer(file.rstrip(), Path("t.json"), 2000, ["</s>"])
+    other = build(library)
     assert other.fingerprint != ours.fingerprint
 
 
@@ -210,13 +168,13 @@ def test_a_panic_of_the_library_at_a_text_is_an_error_in_one_line():
     pre_tokenizers = tokenizers.pre_tokenizers
     by_words = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     library.pre_tokenizer = pre_tokenizers.Sequence([by_words, pre_tokenizers.ByteLevel(False)])
-    ours = adopt(library)
+    ours = build(library)
     assert ours.encode("ab").tolist()
     with pytest.raises(DataError, match=r"tokenizer imported: fails with a text .*; choose"):
         ours.encode("a" * 40 + "b")
     by_words = decoders.Replace(tokenizers.Regex("(a+)+$"), "")
     library.decoder = decoders.Sequence([decoders.Fuse(), by_words])
-    ours = adopt(library)
+    ours = build(library)
     many = ours.encode("aa").tolist() * 20
     with pytest.raises(DataError, match="tokenizer imported: fails with a text"):
         ours.decode([*many, *ours.encode("b").tolist()])
@@ -226,53 +184,3 @@ def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(MachineError, match=r"tokenizers .*\[hub\]"):
         from_dict(json.loads(PAIRS["GPT-2"].ours.to_json()))
-
-
-def test_a_new_model_takes_a_file_as_it_came_and_its_run_keeps_it(gptmini, text_file: Path):
-    library = PAIRS["GPT-2"].library
-    file = Path("folder/tokenizer.json")
-    file.parent.mkdir()
-    library.save(str(file))
-    for name in ("folder", str(file)):
-        assert find_tokenizer(name).fingerprint == load_tokenizer(file).fingerprint
-    ours = load_tokenizer(file)
-    assert ours.vocab_size == library.get_vocab_size()
-    assert ours.encode(TEXT).tolist() == library.encode(TEXT, add_special_tokens=False).ids
-    train = ["train", "--data", str(text_file), "--set", f"tokenizer.kind={file}", *SMALL]
-    assert gptmini(*train)[0] == 0
-    file.unlink()
-    assert load_tokenizer(Path("runs/text/tokenizer.json")).fingerprint == ours.fingerprint
-    assert load_tokenizer(Path("runs/text/tokenizer.json")).file == library.to_str(pretty=True)
-    assert gptmini("generate", "runs/text", "--prompt", "a", "--max-new-tokens", "2")[0] == 0
-
-
-def test_a_tokenizer_that_drops_white_space_trains_and_generates(gptmini, text_file: Path):
-    library = learn(
-        tokenizers.models.WordPiece(unk_token="[UNK]"),
-        tokenizers.trainers.WordPieceTrainer(
-            vocab_size=300, show_progress=False, special_tokens=["[UNK]", "</s>"]
-        ),
-        pre_tokenizer=tokenizers.pre_tokenizers.BertPreTokenizer(),
-        decoder=tokenizers.decoders.WordPiece(),
-    )
-    library.save("bert.json")
-    words = ["--set", "tokenizer.kind=bert.json", *SMALL]
-    code, _, err = gptmini("train", "--data", text_file.name, *words)
-    assert (code, err.count("drops spaces and line breaks")) == (0, 1), err
-    start = RunDirectory(Path("runs/text")).load_config().sample.start
-    assert start.strip()
-    for more in ([], ["--set", 'sample.start=" "']):
-        code, _, err = gptmini("generate", "runs/text", *more)
-        assert code == 0, err
-
-
-def test_a_file_without_end_of_text_takes_a_usual_one_or_says_what_is_missing(tmp_path: Path):
-    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "</s>": 1}, []))
-    library.decoder = tokenizers.decoders.Fuse()
-    file = tmp_path / "tokenizer.json"
-    library.save(str(file))
-    with pytest.raises(DataError, match=r"tokenizer.json: no token ends a document; add"):
-        load_tokenizer(file)
-    library.add_special_tokens(["</s>"])
-    library.save(str(file))
-    assert load_tokenizer(file).end_tokens == [1]

@@ -14,7 +14,7 @@ from gptmini.errors import ConfigError
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from gptmini.train.batches import seed_from
+from gptmini.train.seeds import seed_from
 from tests.support import SMALL, TINY, tiny
 
 

@@ -212,7 +212,7 @@ def test_the_command_says_how_to_ask(base, chats, gptmini):
     small = [f"--set=train.{key}={value}" for key, value in TRAIN.items() if value is not None]
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(chats), *small)
     assert code == 0
-    assert "ask it with: gptmini generate runs/chats-from-base --chat --prompt TEXT" in said
+    assert "talk with it: gptmini chat runs/chats-from-base\n" in said
     bad = chats.with_name("bad.jsonl")
     bad.write_text(chats.read_text() + '\n{"messages": [{"role": "user", "content": "a"}]}\n')
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(bad), *small)

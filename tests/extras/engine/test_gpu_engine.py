@@ -1,44 +1,20 @@
-"""The engine for GPUs, on a CPU: recorded steps, tokens drawn for all rows, narrow weights."""
+"""The engine for GPUs, on a CPU: narrow weights, and steps that cannot be recorded."""
 
 import pytest
 import torch
 
-from gptmini.extras.engine import gpu_engine, graphs
+from gptmini.extras.engine import gpu_engine
 from gptmini.extras.engine.gpu_engine import GpuEngine
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.precision import round_weights, widen_weights
-from gptmini.model.gpt import GPT
 from tests.core.generate.test_engine import LONG, check, make_texts
 from tests.core.generate.test_sampler import model_of
-from tests.extras.engine.recorded_graphs import RecordedGraph
-
-
-def engine_of(model: GPT, n_slots: int, weights: str = "float32") -> GpuEngine:
-    """An engine that takes the CPU for a GPU."""
-    engine = GpuEngine(model, n_slots, weights)
-    engine._on_cpu = False
-    engine._on_device = True
-    return engine
-
-
-def test_a_recorded_step_reads_new_tokens_and_a_grown_cache(monkeypatch):
-    monkeypatch.setattr(graphs, "_Graph", RecordedGraph)
-    model = model_of(extra={"window": 30, "full_every": 2}, length=LONG)
-    engine = engine_of(model, 8)
-    texts = make_texts(5)
-    for n_texts in (1, 1, 2, 1, 5, 5, 3, 5):
-        check(engine, model, texts[:n_texts])
-    for text in texts:
-        text.context += [number % 50 for number in range(250)]
-    for _ in range(3):  # more keys
-        check(engine, model, texts)
-    shapes = engine._graphs._graphs.keys()
-    assert shapes == {(2, 256), (4, 256), (8, 256), (8, 512)}  # (1, 256) went with its cache
 
 
 def test_where_no_graph_is_recorded_there_is_one_warning_and_the_same_logits(capsys):
     model = model_of(length=LONG)
-    engine = engine_of(model, 2)
+    engine = GpuEngine(model, 2, "float32")
+    engine._on_device = True  # it takes the CPU for a GPU
     texts = make_texts(2)
     for n_texts in (1, 2, 2):
         check(engine, model, texts[:n_texts])

@@ -214,7 +214,7 @@ def test_engines_of_one_run_share_its_weights(path: Path):
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_a_run_that_only_generates_never_has_its_matrices_in_float32(path: Path, weights: str):
-    run = load_run(path, weights=weights)
+    run = load_run(path, weights=weights, rounds_model=True)
     run.generate("the ")
     assert run.start(["the "]).engine == "compiled"
     run.fingerprint  # noqa: B018

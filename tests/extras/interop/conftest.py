@@ -1,20 +1,6 @@
-"""The other programs that load exports: only where a test asks for them, and in one thread."""
+"""llama.cpp, which loads exports in the tests, in one thread."""
 
 import pytest
-
-from gptmini.extras.interop import export as exporting
-from gptmini.extras.interop.export import generate_by_llama_cpp, generate_by_transformers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_other_program(only_read_back: None) -> None:
-    """Below, `other_programs` brings them back."""
-
-
-@pytest.fixture
-def other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "generate_by_transformers", generate_by_transformers)
-    monkeypatch.setattr(exporting, "generate_by_llama_cpp", generate_by_llama_cpp)
 
 
 @pytest.fixture(autouse=True)

@@ -52,6 +52,7 @@ def rewrite(
         if value is REMOVED:
             continue
         kind = gguf.GGUFValueType.INT32 if value == -1 else field.types[0]
+        kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else kind
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, value, kind, inner)
     for name, value in changed.items():
@@ -253,6 +254,11 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "0 heads": ("llama", {"llama.attention.head_count": 0}, "damaged, or not a GGUF file"),
     "both directions": ("llama", {"llama.attention.causal": False}, "attention.causal: 0 is not"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
+    "layers that differ": (
+        "llama",
+        {"llama.attention.head_count_kv": [2, 2, 4]},
+        r"head_count_kv: \[2, 2, 4\] is not supported",
+    ),
     "too many heads": ("llama", {"llama.attention.head_count": 5}, "5 heads .* 2 KV heads; choose"),
 }
 
@@ -357,6 +363,11 @@ def test_each_token_that_ends_a_text_is_found(llama, tmp_path):
         fields = {keys[0]: 299, keys[1]: REMOVED} | {key: 300}
         found = read_whole(rewrite(path, tmp_path / f"{number}.gguf", fields))[2]
         assert 300 in found.end_tokens, key
+
+
+def test_a_number_of_kv_heads_for_each_layer_is_read_if_they_are_equal(llama, tmp_path):
+    fields = {"llama.attention.head_count_kv": [2, 2, 2]}
+    assert read_whole(rewrite(llama[1], tmp_path / "list.gguf", fields))[0].n_kv_head == 2
 
 
 def test_without_a_number_of_kv_heads_there_are_as_many_as_heads(llama, tmp_path):

@@ -229,8 +229,12 @@ def test_a_chat_template_is_read_from_its_file_or_from_the_configuration(tmp_pat
     assert capfd.readouterr().err.count("chat_template: has several, none called default") == 1
     for damaged in ([1], [{"name": "default"}], {"default": 3}, 3):
         config.write_text(json.dumps({"chat_template": damaged}))
-        with pytest.raises(DataError):
+        with pytest.raises(DataError, match=r"tokenizer(_config)?\.json"):
             import_model(there, tmp_path / "damaged")
+    config.write_text(json.dumps({"chat_template": "A"}))
+    with pytest.raises(DataError, match=r"tokenizer_config.json: chat_template: must be a text"):
+        config.write_text(json.dumps({"chat_template": 5}))
+        import_model(there, tmp_path / "damaged")
     config.write_text(json.dumps({"chat_template": "A"}))
     (there / "chat_template.jinja").write_text(TEMPLATE)
     run = import_model(there, tmp_path / "run")
@@ -315,7 +319,7 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
         assert code == 0, captured.err
         if words.startswith("import"):
             assert "its texts end with <|im_end|> or <|endoftext|>" in captured.err
-            assert "--chat --prompt TEXT" in captured.err
+            assert "it answers questions with:\n  gptmini chat " in captured.err
         if words.startswith("tokenizer"):
             assert "special tokens   <|endoftext|>, <|im_start|>, <|im_end|>\n" in captured.out
             assert "texts end with   <|endoftext|> or <|im_end|>\n" in captured.out
@@ -476,6 +480,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another scaling": (
         config(rope_scaling={"type": "yarn", "factor": 2}),
         "rope_scaling: 'yarn' is not supported; choose another model",
+    ),
+    "an unknown key": (config(attn_logit_softcapping=50), "attn_logit_softcapping: 50 may change"),
+    "layers of two kinds": (
+        config(model_type="mistral", layer_types=["full_attention", "sliding_attention"] * 2),
+        "layer_types: ['full_attention', 'sliding_attention', ",
     ),
     "a size missing": (config(hidden_size="DELETE"), "hidden_size: missing; restore"),
     "a size of another type": (
@@ -701,3 +710,57 @@ def test_null_in_config_json_is_as_good_as_a_missing_key(model_type):
     for key in {*content, *OPTIONAL_KEYS} - {"head_dim"}:  # without it, that of Qwen3 is 128
         missing = {name: value for name, value in content.items() if name != key}
         assert read(content | {key: None}) == read(missing), key
+
+
+def test_sampling_settings_come_back_from_an_export(tmp_path):
+    for number, sample in enumerate(
+        [
+            {"temperature": 0.6, "top_k": None, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 7},
+            {"temperature": 0.0, "repetition_penalty": 1.25},
+        ]
+    ):
+        run = run_of(tmp_path / f"run{number}", sample=sample)
+        export_run(run, tmp_path / f"there{number}")
+        found = import_model(tmp_path / f"there{number}", tmp_path / f"back{number}").config.sample
+        assert {key: getattr(found, key) for key in sample} == sample
+    wrong = tmp_path / "there0" / "generation_config.json"
+    wrong.write_text('{"temperature": -1}')
+    with pytest.raises(
+        CheckpointError, match=r"generation_config.json: sample.temperature: must be"
+    ):
+        import_model(tmp_path / "there0", tmp_path / "wrong")
+
+
+def test_tensors_that_transformers_ignores_are_left_out(right, imported, tmp_path):
+    there = tmp_path / "there"
+    shutil.copytree(right, there)
+    tensors = load_file(there / "model.safetensors")
+    for name in ("rotary_emb.original_inv_freq", "rotary_emb.cos_cached", "rotary_emb.inv_freq"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(4)
+    tensors["v_head.summary.weight"] = torch.ones(1, 4)
+    save_file(tensors, there / "model.safetensors", {"format": "pt"})
+    content = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(content | {"hidden_act": "swish"}))
+    assert import_model(there, tmp_path / "again").fingerprint == imported.fingerprint
+
+
+def test_a_text_that_is_a_link_to_elsewhere_is_refused(right, tmp_path):
+    private = tmp_path / "private"
+    private.write_text("{{ messages }}")
+    there = tmp_path / "there"
+    shutil.copytree(right, there)
+    template = there / "chat_template.jinja"
+    template.symlink_to(private)
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja: a link that leaves its folde"):
+        import_model(there, tmp_path / "run")
+    template.unlink()
+    template.symlink_to("config.json")
+    assert import_model(there, tmp_path / "inside").tokenizer.chat_template
+    # As in the Hub's cache.
+    snapshot = tmp_path / "hub" / "snapshots" / "1"
+    shutil.copytree(right, snapshot)
+    blobs = tmp_path / "hub" / "blobs"
+    blobs.mkdir()
+    (snapshot / "config.json").rename(blobs / "2")
+    (snapshot / "config.json").symlink_to("../../blobs/2")
+    assert import_model(snapshot, tmp_path / "cached").step == 0

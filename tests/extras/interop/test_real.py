@@ -192,7 +192,6 @@ def test_a_folder_and_a_file_make_the_same_run(of_gguf, of_folder):
         assert of_gguf.run.encode(text) == of_folder.run.encode(text), text
 
 
-@pytest.mark.usefixtures("other_programs")
 def test_an_export_is_the_same_model(run, theirs, folder):
     transformers = pytest.importorskip("transformers")
     export_run(run, folder / "out")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.tokenizer_json import (
     build_added_token,
     build_post_processor,
@@ -15,7 +16,6 @@ from gptmini.extras.interop.tokenizer_json import (
 )
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
-from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer
 from tests.extras.page.samples import SHAPES, random_run, rounded
 from tests.support import HOSTILE
@@ -866,6 +866,13 @@ def test_learning_can_be_watched_stopped_and_gone_on_with(visit):
     assert tab.evaluate("pause(), learning.run") is None
     tab.locator("#text").fill("")
     assert tab.get_by_role("button", name="Learn", exact=True).is_disabled()
+    stopped = """() => {
+      const before = gpt.embed.join();
+      for (const _ of takeStep(learning, {}));
+      return before === gpt.embed.join();
+    }"""
+    tab.locator("#text").fill("ab")
+    assert tab.evaluate(stopped)  # a step that was stopped moves nothing
     tab.get_by_role("button", name="Undo learning").click()
     assert tab.evaluate(SAME_WEIGHTS)
 

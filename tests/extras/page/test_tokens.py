@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from gptmini.errors import DataError
+from gptmini.extras.interop.adopt import adopt_tokenizer
 from gptmini.extras.interop.tokenizer_json import build_added_token, build_post_processor
 from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.bpe import learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.byte_level import KNOWN_PATTERNS
-from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
 from tests.extras.page.samples import random_run
