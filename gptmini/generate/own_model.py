@@ -55,8 +55,8 @@ def check_cache(model: GPT) -> None:
     model.uses_cache = not problem
     if problem:
         warn(
-            f"model: computes something else token by token than from whole texts ({problem}); "
-            f"generating without a KV cache, which is slower"
+            f"model: cached and uncached logits differ ({problem}); generating without a KV "
+            f"cache, which is slower"
         )
 
 

@@ -52,6 +52,8 @@ def _find_runs(folder: Path) -> Iterator[Path]:
     if RunDirectory(folder).exists:
         yield folder
         return
+    if not folder.is_dir():  # as of `runs/compare/*`
+        return
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from _find_runs(child)
@@ -116,9 +118,11 @@ def _format_row(run: RunSummary) -> list[str]:
         notes.append(f"loss of {run.eval_tokens:,} tokens")
     if run.being_trained:
         notes.append("being trained now")
+    is_imported = run.source and run.step == 0 and not run.being_trained
+    steps = "imported" if is_imported else f"{run.step}/{run.steps}"
     return [
         run.path,
-        "" if run.step is None else f"{run.step}/{run.steps}",
+        "" if run.step is None else steps,
         "" if run.parameters is None else f"{run.parameters:,}",
         "" if run.val_loss is None else f"{run.val_loss:.4f}",
         "" if run.val_bpb is None else f"{run.val_bpb:.4f}",

@@ -56,7 +56,7 @@ def compare(
     if not finished and not configs:
         configs = [None]
     if finished and configs:
-        raise ConfigError(f"{configs[0]}: no finished run, as {finished[0]} is; name one kind")
+        raise ConfigError(f"{configs[0]}: not a run; name only runs, as {finished[0]}, or none")
     train_options = {"--steps": steps, "--minutes": minutes}
     if finished:
         only_for_training = train_options | {

@@ -113,9 +113,7 @@ def compare_variants(
 ) -> Comparison:
     """Train variants by name and compare them; `models` has the builders of other models."""
     if split == "test" and any(config.data.test is None for config in configs.values()):
-        raise ConfigError(
-            "data.test: not set, so there is no test part; set it to 0.1, for example"
-        )
+        raise ConfigError("--split test: needs a test part; add --set data.test=0.1")
     if seeds > 1:
         import_scipy()  # if it is missing, say so before hours of training
     trained = train_all(plan_runs(configs, seeds, out, models or {}), split)
@@ -140,7 +138,7 @@ def plan_runs(
     folders = {name: re.sub(r"[^\w.-]", "", name.replace("/", "-")) for name in configs}
     for name, folder in folders.items():
         if folder.strip(".") == "" or list(folders.values()).count(folder) > 1:
-            raise ConfigError(f"{name!r}: names no folder of its own; use other letters and digits")
+            raise ConfigError(f"{name!r}: gives no folder of its own; choose another name")
     first = next(iter(configs.values()))
     n_tokens = _count_tokens(first)
     planned = []

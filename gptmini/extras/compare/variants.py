@@ -157,7 +157,7 @@ def list_warnings(variants: list[Variant]) -> list[str]:
     lengths = sorted({run.seq_len for variant in variants for run in variant.runs})
     if len(lengths) > 1:
         windows = ", ".join(map(str, lengths))
-        return [f"warning: measured in windows of {windows} tokens; longer ones show more text"]
+        return [f"warning: windows of {windows} tokens; longer ones have more context"]
     return []
 
 
@@ -190,5 +190,5 @@ def describe_differences(variants: list[Variant]) -> list[str]:
         corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
         lines.append(f"± 95 % and p: over seeds{corrected}; pairs: of equal seed")
     if n_known < len(variants) - 1:
-        lines.append("one run says nothing of the spread over seeds; give several")
+        lines.append("one run shows no spread over seeds; train several")
     return lines

@@ -64,10 +64,7 @@ def warn_of_mismatch(model: GPT, mismatch: str) -> None:
     """Say, once per model, why PyTorch generates with it."""
     if model not in _reported:
         _reported.add(model)
-        warn(
-            f"compiled engine: does not compute this model ({mismatch}); generating with PyTorch, "
-            f"which is slower"
-        )
+        warn(f"compiled engine: cannot run this model ({mismatch}); using PyTorch, which is slower")
 
 
 @contextmanager

@@ -156,7 +156,7 @@ class Copies:
     def describe(self) -> str:
         """Say in a line how much is copied, and where the longest copy stands."""
         if self.longest is None:
-            return f"no {SHORTEST_COPY} characters in a row of this text stand in the training text"
+            return f"no copy of {SHORTEST_COPY} characters or more from the training text"
         share = f"{100 * self.share:.0f} %" if self.share >= 0.01 else "under 1 %"
         return (
             f"{share} of this text stands in the training text; the longest copy is "

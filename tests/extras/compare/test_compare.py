@@ -32,7 +32,7 @@ def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_pat
     assert all(job.config.train.patience is None for job in jobs)
     assert len({job.out for job in jobs}) == 4
     for names in (["gqa:2", "gqa2"], [":"], [".."]):
-        with pytest.raises(ConfigError, match="names no folder of its own"):
+        with pytest.raises(ConfigError, match="gives no folder of its own"):
             compare.plan_runs(dict.fromkeys(names, base), 1, tmp_path, {})
     for names, seeds in (([], 1), (["mha"], 0)):
         with pytest.raises(ConfigError, match="needs one variant and one seed"):
@@ -243,9 +243,9 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     code, _, err = gptmini("compare", "done", "--steps", "9")
     assert (code, "--steps: these runs are already trained" in err) == (2, True)
     code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
-    assert (code, "data.test: not set, so there is no test part" in err) == (2, True)
+    assert (code, "--split test: needs a test part" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "text.txt")
-    assert (code, "text.txt: no finished run, as done is" in err) == (2, True)
+    assert (code, "text.txt: not a run; name only runs, as done, or none" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
     assert (code, "no-such-thing: no such configuration or text;" in err) == (2, True)
 
@@ -332,7 +332,7 @@ def test_a_variant_of_another_text_is_refused_after_its_first_run(text_file, tmp
     (tmp_path / "other.txt").write_text(text_file.read_text().upper())
     variants = {"a": {}, "b": {"data": {"path": str(tmp_path / "other.txt")}}, "c": {}}
     with pytest.raises(
-        DataError, match=r"b.seed-1337: has another held-out text than .*a.seed-1337"
+        DataError, match=r"b.seed-1337: its held-out text is not that of .*a.seed-1337"
     ):
         from_python(text_file, variants, "c")
     assert not (tmp_path / "c/c").exists()
