@@ -35,7 +35,7 @@ def compare(
     seeds: int | None = option(
         None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
     ),
-    tune: bool = flag("Let the first seed of each variant choose its learning rates."),
+    tune: bool = flag("Let the first seed of each variant choose its learning rates.", "--tune"),
     data: Data = None,
     split: Literal["validation", "test"] | None = option(
         None,
