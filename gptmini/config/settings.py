@@ -340,7 +340,7 @@ class SampleConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

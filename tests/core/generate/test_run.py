@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.errors import ConfigError, DataError, MachineError, explain_missing_guest
+from gptmini.errors import ConfigError, DataError, MachineError, explain_missing_part
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.precision import round_weights
 from gptmini.generate.run import Run, load_run
@@ -370,4 +370,4 @@ def test_without_the_guest_that_finds_copies_a_line_says_so(run: Run, monkeypatc
     with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
         run.find_copies("the ")
     other = ModuleNotFoundError(name="numpy")  # which the guest needs
-    assert explain_missing_guest("finding copies", other) is other
+    assert explain_missing_part("finding copies", other) is other
