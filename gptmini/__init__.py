@@ -1,4 +1,4 @@
-"""gptmini: turn any text into a GPT that you understand.
+"""gptmini: train a small GPT on your text and look inside.
 
 import gptmini
 run = gptmini.load("runs/python-docs")
@@ -36,7 +36,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "export_run": "extras.interop.export",
     "import_model": "extras.interop.import_model",
     "compare": "extras.compare.compare",
-    # The parts, for a loop of one's own: scripts/nano.py puts them together.
+    # The parts, for a loop of your own: scripts/nano.py puts them together.
     "Config": "config.settings",
     "ModelConfig": "config.settings",
     "Tokenizer": "tokenizer.tokenizers",
@@ -54,7 +54,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "make_random_number": "generate.filters",
     "sample_token": "generate.filters",
 }
-__all__ = [  # without the guests, which may be missing
+__all__ = [  # without extras/, which may be missing
     "GPT",
     "Attention",
     "Batches",

@@ -132,7 +132,7 @@ def parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> di
 
 
 class Named(NamedTuple):
-    """What a name in the place of CONFIG stands for: a configuration, with its run, or a text."""
+    """The meaning of CONFIG: a configuration, with its run, or a text."""
 
     file: Path | None = None
     run: Path | None = None

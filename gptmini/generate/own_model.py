@@ -1,4 +1,4 @@
-"""A model of one's own: build it, find what is not gptmini's in it, check that its cache is right.
+"""A model of your own: build it, find what is not gptmini's in it, check that its cache is right.
 
 An attention that reads the KV cache wrongly trains well and writes nonsense. So it is asked once
 for the same logits token by token and by whole texts, and generates without a cache if they differ.
@@ -58,7 +58,7 @@ def check_cache(model: GPT) -> None:
     try:
         difference = _measure_difference(asked)
         problem = "" if difference <= TOLERANCE else f"logits differ by {difference:.0%}"
-    except Exception as error:  # modules of one's own may raise anything
+    except Exception as error:  # modules of your own may raise anything
         problem = f"{reached[-1]}{type(error).__name__}: {error}"
     model.uses_cache = not problem
     if problem:

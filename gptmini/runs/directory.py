@@ -150,7 +150,7 @@ class RunDirectory:
     def lock(self) -> Iterator[None]:
         """Be the only writer, or raise MachineError; a killed process locks nobody out.
 
-        Nothing in the run may be a link, through which a stranger's run would write elsewhere.
+        Nothing in the run may be a link: a downloaded run would write elsewhere through it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in sorted(self.path.iterdir()):

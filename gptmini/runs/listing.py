@@ -21,7 +21,7 @@ class RunSummary:
     `step` is the last one that was logged if the run is being trained, else that of the newest
     checkpoint. `val_loss` and `val_bpb` are the last that were logged, of `eval_tokens` of the
     held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
-    or its base was imported from. A model of one's own has `parameters` that only its code knows:
+    or its base was imported from. A model of your own has `parameters` that only its code knows:
     None. `problem` says why a run cannot be read.
     """
 
@@ -42,7 +42,7 @@ class RunSummary:
 def list_runs(folder: Path, count_parameters: Callable[[ModelConfig], int]) -> list[RunSummary]:
     """Summarize the run in a folder, or all runs in it and its subfolders, sorted by name.
 
-    `count_parameters` is that of plan/cost.py: nothing in this room knows a model.
+    `count_parameters` is that of plan/cost.py: nothing in this folder knows a model.
     """
     return [_summarize(path, count_parameters) for path in _find_runs(folder)]
 

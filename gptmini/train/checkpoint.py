@@ -121,7 +121,7 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
     saved = _read_progress(training, checkpoint)
     _load_weights(training, checkpoint, run.checkpoints)
     optimizer = training.group.scatter(checkpoint.optimizer)
-    if optimizer:  # there is none before the first update, or of a loop of one's own
+    if optimizer:  # there is none before the first update, or of a loop of your own
         training.optimizer.load_state_dict(optimizer)
     _note_environment(training, existing, saved)
     training.progress = saved

@@ -1,4 +1,4 @@
-"""Reports on a training: to the terminal, to the log and its trackers, and to a loop of one's own.
+"""Reports on a training: to the terminal, to the log and its trackers, and to a loop of your own.
 
 A `Reporter` hears of every step, of the evaluation after it if there was one, and of the end. What
 it says before the first step is in header.py.
