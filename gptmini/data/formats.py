@@ -7,7 +7,6 @@ raises a DataError with the file and the position.
 import codecs
 import csv
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
-from gptmini.console import say, warn
+from gptmini.console import warn
 from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_messages
 from gptmini.data.stories import COUNT, iter_stories
 from gptmini.errors import (
@@ -42,22 +41,16 @@ PYTHON_DOCS = "builtin:python-docs"
 STORIES = "builtin:stories"
 SNIFFED_BYTES = 8192  # enough to see a signature, or a NUL byte as in git
 
-TAR_OFFSET = 257  # at which a tar archive says that it is one
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
     codecs.BOM_UTF16_LE: ("UTF-16 or UTF-32", "convert it: iconv -f utf-16 -t utf-8 OLD > NEW"),
     codecs.BOM_UTF16_BE: ("UTF-16", "convert it: iconv -f utf-16 -t utf-8 OLD > NEW"),
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", DOCUMENT_REMEDY),
-    b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", "save it as .txt or .csv"),
     b"PK\3\4": ("a ZIP archive or an Office document", f"unpack it, or {DOCUMENT_REMEDY}"),
     b"\x1f\x8b": ("gzip data", "end its name in .gz"),
     b"(\xb5/\xfd": ("zstd data", "end its name in .zst"),
-    b"\xfd7zXZ": ("xz data", "pipe it in: xzcat FILE | gptmini train --data -"),
     b"BZh": ("bzip2 data", "pipe it in: bzcat FILE | gptmini train --data -"),
-    b"7z\xbc\xaf": ("a 7z archive", "unpack it"),
-    b"Rar!": ("a RAR archive", "unpack it"),
-    b"ARROW1": ("an Arrow file", "write it as Parquet"),
 }
 CSV_DELIMITERS = ",;\t|"
 PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
@@ -67,19 +60,7 @@ Document = str | list[Message]  # the messages of a conversation
 Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
 
 
-@cache  # a text is read several times
-def warn_once(*lines: str) -> None:
-    """Warn about a text, unless an earlier command did: the cache remembers."""
-    hashed = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
-    told = files.get_cache_folder() / f"{hashed[:20]}.told"
-    with suppress(OSError):  # a cache that cannot be written
-        if told.exists():
-            return
-        told.parent.mkdir(parents=True, exist_ok=True)
-        told.touch()
-    warn(lines[0])
-    for line in lines[1:]:
-        say(f"  {line}")
+warn_once = cache(warn)  # a text is read several times
 
 
 @dataclass(frozen=True)
@@ -133,10 +114,8 @@ def _check_signature(file: File, stream: BinaryIO) -> None:
     """DataError for a file that begins as something else than plain text in UTF-8."""
     head = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]  # type: ignore[attr-defined]
     found = [what for signature, what in SIGNATURES.items() if head.startswith(signature)]
-    if head[TAR_OFFSET:].startswith(b"ustar"):
-        found.append(("a tar archive", "unpack it"))
     if b"\0" in head:
-        found.append(("binary data", "choose a text file"))
+        found.append(("binary data", "unpack it, or choose a text file"))
     if found:
         kind, remedy = found[0]
         raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
@@ -431,9 +410,7 @@ def find_format(name: str) -> tuple[str, str, str]:
     return KIND_BY_SUFFIX.get(suffix, "text"), compression, suffix
 
 
-def raise_unreadable(
-    error: Exception, path: Path | None = None, remedy: str = "check the path and its permissions"
-) -> NoReturn:
-    """Raise a DataError for a file or folder that cannot be read."""
-    place = path or getattr(error, "filename", None)
-    raise DataError(f"{place}: {describe_os_error(error)}; {remedy}") from None
+def raise_unreadable(error: Exception, path: Path) -> NoReturn:
+    """Raise a DataError for a file that cannot be read."""
+    reason = describe_os_error(error)
+    raise DataError(f"{path}: {reason}; check the path and its permissions") from None

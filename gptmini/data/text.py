@@ -45,7 +45,6 @@ STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 # Text that has more in it than its words.
 MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
-MAX_SKIPPED_LISTED = 10  # files
 BUILTIN_CORPORA = (STORIES, PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
@@ -352,11 +351,8 @@ def _report_skipped(path: str, n_files: int, problems: dict[Path, str]) -> None:
     example = problems[min(problems, key=lambda file: find_format(file.name)[0] == "text")]
     if not n_files:
         raise DataError(f"{path}: no text found, only such as {example}")
-    skipped = f"{path}: {len(problems)} of {n_files + len(problems)} files skipped"
-    if len(problems) > MAX_SKIPPED_LISTED:
-        warn_once(f"{skipped}, such as {example}")
-    else:
-        warn_once(f"{skipped}:", *problems.values())
+    n_found = n_files + len(problems)
+    warn_once(f"{path}: {len(problems)} of {n_found} files skipped, such as {example}")
 
 
 @cache
@@ -417,13 +413,7 @@ def _describe_file(path: Path, errors: str) -> File:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        from gptmini.data.fetch import KNOWN_CORPORA  # noqa: PLC0415 - loads urllib
-
-        if path in [Path("data", f"{name}.txt") for name in KNOWN_CORPORA]:
-            raise_unreadable(error, path, f"get it with: gptmini data fetch {path.stem}")
-        if path.is_absolute():
-            raise_unreadable(error, path)
-        raise_unreadable(error, path, f"check the path, which is relative to {Path.cwd()}")
+        raise_unreadable(error, path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     kind, compression, _ = find_format(path.name)
