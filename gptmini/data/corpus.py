@@ -19,7 +19,7 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
-from gptmini.console import format_count, show_byte_progress
+from gptmini.console import show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
@@ -125,7 +125,7 @@ def encode_text(
     corpus = Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
     )
-    _check_length(corpus, config, text)
+    _check_length(corpus, config)
     return corpus
 
 
@@ -161,7 +161,7 @@ def _get_held_out_share(settings: DataConfig, size: int) -> float:
     return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
 
 
-def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
+def _check_length(corpus: Corpus, config: Config) -> None:
     """DataError if a split is shorter than one window and the token after it."""
     window = config.seq_len + 1
     splits = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
@@ -169,13 +169,8 @@ def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
         for file in token_files:
             if len(file) >= window:
                 continue
-            amount = ""
-            if text.has_conversations:
-                chunks = chain.from_iterable(each.iter_chunks() for each in text.texts)
-                count = sum(chunk.messages is not None for chunk in chunks)
-                amount = f" ({format_count(count, 'conversation')})"
             raise DataError(
-                f"{corpus.name}: too short{amount}: {len(file):,} of its tokens are for {split}, "
+                f"{corpus.name}: too short: {len(file):,} of its tokens are for {split}, "
                 f"but one window needs {window:,}; use a longer text, or lower "
                 f"model.context_length or train.seq_len"
             )

@@ -243,15 +243,11 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     lines = chain.from_iterable(io.StringIO(line, newline="") for line in whole_lines)
     place = Place(str(file.path), 1, is_record=True)
     header = next(lines, "")
-    if header.startswith("sep="):  # as Excel reads and writes; the header says it, too
-        place = place._replace(line=2)
-        header = next(lines, "")
     if not header:
         return
     delimiter, columns = _split_header(place, header, key)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    n_before = place.line + 1
-    place = place._replace(line=n_before)
+    place = place._replace(line=2)
     try:
         for row in rows:
             # Excel leaves out empty fields at the end of a row.
@@ -262,7 +258,7 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
                 )
             if row:  # not an empty line
                 yield place, dict(zip(columns, row, strict=False))
-            place = place._replace(line=n_before + rows.line_num)  # a row may have many lines
+            place = place._replace(line=2 + rows.line_num)  # a row may have many lines
     except csv.Error as error:
         raise DataError(
             f'{place}: not valid CSV ({error}); close its quotes, and write a quote in a text as ""'

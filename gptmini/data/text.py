@@ -16,7 +16,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import escape_control_characters, say, show_byte_progress
-from gptmini.data import hub_dataset, stories
+from gptmini.console import say, show_byte_progress
+from gptmini.data import hub, hub_dataset, stories
 from gptmini.data.formats import (
     CHAT_KINDS,
     PYTHON_DOCS,
@@ -264,13 +264,12 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
     problems = [_find_problem(file, settings.text_key) for file in files]
     if any(problems):
         raise DataError(*filter(None, problems))
-    if found := [file.path for file in files if _has_markup(file)]:
-        warn_once(
-            f"{_abbreviate(found)}: trained on with its markup; to avoid that, extract the text"
-        )
+    if found := [str(file.path) for file in files if _has_markup(file)]:
+        names = hub.list_some(found)
+        warn_once(f"{names}: trained on with its markup; to avoid that, extract the text")
     counts = Counter(os.path.abspath(file.path) for file in files)
     if repeated := [name for name, count in counts.items() if count > 1]:
-        warn_once(f"{_abbreviate(repeated)}: read twice; name a file or its folder, not both")
+        warn_once(f"{hub.list_some(repeated)}: read twice; name a file or its folder, not both")
     return Text(", ".join(paths), tuple(files), settings)
 
 
@@ -300,7 +299,7 @@ def _find_builtin_files(name: str, errors: str) -> list[File]:
 def _find_dataset_files(name: str, errors: str) -> list[File]:
     """Find the files of a dataset on the Hub, which are in the cache then."""
     found = [_describe_file(path, errors) for path in hub_dataset.fetch_dataset(name)]
-    names = escape_control_characters(_abbreviate(file.path.name for file in found))
+    names = hub.list_some(file.path.name for file in found)
     say_once(f"{name}: {names}, {sum(file.bytes for file in found):,} bytes")
     return found
 
@@ -400,12 +399,6 @@ def _match_pattern(pattern: Path, problems: dict[Path, str]) -> set[Path]:
         for root, _ in _walk(Path(start), problems):
             matches |= _match_pattern(Path(glob.escape(root)) / after, problems)
     return matches
-
-
-def _abbreviate(items: Iterable[object]) -> str:
-    """Name the first item, and say how many more there are."""
-    first, *others = items
-    return f"{first} and {len(others)} more" if others else f"{first}"
 
 
 def _describe_file(path: Path, errors: str) -> File:
