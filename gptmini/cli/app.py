@@ -132,7 +132,8 @@ def main() -> None:
     _catch_stop_signals()
     try:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
-        code = app(_read_arguments(), prog_name="gptmini", standalone_mode=False)
+        words = [word for word in sys.argv[1:] if word != "--debug"]
+        code = app(words, prog_name="gptmini", standalone_mode=False)
         sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
     except SystemExit as end:
         if not console.is_closed_pipe(end.__context__):  # typer turns one into a SystemExit
@@ -147,14 +148,6 @@ def main() -> None:
     if code == 130:
         _fail(["stopped by Ctrl-C"], 130)
     sys.exit(code)
-
-
-def _read_arguments() -> list[str]:
-    """Return the words that were typed, without --debug; `gptmini help WORDS` asks for help too."""
-    words = [word for word in sys.argv[1:] if word != "--debug"]
-    if words[:1] == ["help"]:
-        return [*words[1:], "--help"]
-    return words
 
 
 def _prepare_streams() -> None:

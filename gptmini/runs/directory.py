@@ -388,24 +388,3 @@ class RunDirectory:
 
 def _dump(data: dict[str, Any]) -> bytes:
     return json.dumps(data, indent=1).encode()
-
-
-def find_newest_run(runs: Path) -> Path | None:
-    """Return the run in a folder that was trained last: the one with the newest checkpoint.
-
-    Runs that were only begun or converted come last.
-    """
-    candidates = [folder for folder in runs.glob("*") if files.is_run(folder)]
-    return max(candidates, key=_get_training_time, default=None)
-
-
-def _get_training_time(run: Path) -> tuple[float, float]:
-    """Return when a run was last trained, 0 if never, and when its configuration was written."""
-    directory = RunDirectory(run)
-    step = max(directory.list_steps(), default=0)
-    manifest = directory.checkpoints / f"step-{step:08d}" / "manifest.json"
-    try:
-        trained = manifest.stat().st_mtime if step else 0.0
-        return trained, directory.config_file.stat().st_mtime
-    except OSError:  # a running training may have deleted it
-        return 0.0, 0.0

@@ -9,7 +9,7 @@ import torch
 
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, MachineError
-from gptmini.runs.directory import Checkpoint, RunDirectory, find_newest_run
+from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import needs_posix, tiny
@@ -248,23 +248,6 @@ def test_tensors_must_fit_the_model():
         "here: tensor c: missing in the checkpoint, (1,) in the model",
         "here: tensor d: (1,) in the checkpoint, missing in the model",
     ]
-
-
-def test_the_newest_run_is_the_one_whose_last_checkpoint_is_newest(tmp_path: Path):
-    assert find_newest_run(tmp_path) is None
-    for name, step in {"finished": 7, "earlier": 9, "converted": 0, "begun": None}.items():
-        run = RunDirectory(tmp_path / name)
-        run.create(tiny(), ByteTokenizer())
-        if step is not None:
-            run.save(checkpoint(step))
-    for number, name in enumerate(("earlier", "finished", "converted")):
-        for manifest in (tmp_path / name).glob("checkpoints/*/manifest.json"):
-            os.utime(manifest, (number, number))
-    assert find_newest_run(tmp_path) == tmp_path / "finished"
-    for name in ("finished", "earlier"):
-        shutil.rmtree(tmp_path / name)
-    os.utime(tmp_path / "converted" / "config.yaml", (1, 1))
-    assert find_newest_run(tmp_path) == tmp_path / "begun"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
