@@ -42,7 +42,6 @@ from gptmini.runs.tensors import (
     Manifest,
     Tensors,
     check_file,
-    check_size,
     list_model_files,
     read_checkpoint_json,
     read_tensors,
@@ -240,20 +239,11 @@ class RunDirectory:
             self.prune(state["best"], keep)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise MachineError(self._describe_failed_save(step, error)) from None
-
-    def _describe_failed_save(self, step: int, error: OSError) -> str:
-        """Return the message for a checkpoint that cannot be written."""
-        free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-        remedy = "make room, or choose another directory with --out"
-        if not self.checkpoints.exists():
-            remedy = "the run was deleted or moved while it trained; begin it again"
-        elif self.list_steps():
-            remedy = "run the same command again to resume from the last checkpoint"
-        return (
-            f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}), "
-            f"{free:,} bytes free; {remedy}"
-        )
+            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            raise MachineError(
+                f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}), "
+                f"{free:,} bytes free; see that the run is there and has room, and train again"
+            ) from None
 
     def write_best(self, best: dict[str, Any] | None) -> None:
         """Write step and loss of the best evaluation, if there is one."""
@@ -375,7 +365,7 @@ class RunDirectory:
             )
         weights = list_model_files(folder, manifest)
         for name in weights:
-            check_size(folder / name, manifest)
+            check_file(folder / name, manifest, reads=False)
         digest = tensors.compute_model_digest(folder, manifest)
         model = read_tensors(folder, weights if with_model else [], manifest)
         moment_files = ["optimizer.safetensors"] if with_optimizer else []
