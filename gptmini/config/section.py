@@ -18,10 +18,6 @@ def _to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _to_on_or_off(value: Any) -> Any:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -41,8 +37,7 @@ _ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[_ShortText], Field(max_length=16), _wrap_in_list, _text_or_list]
 TokenTexts = Annotated[list[_ShortText], Field(max_length=1024), _wrap_in_list, _text_or_list]
 TokenBiases = Annotated[dict[_ShortText, Penalty], Field(max_length=1024)]
-# nanoGPT has a bool for this.
-OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_to_on_or_off)]
+OnOrOff = Literal["auto", "on", "off"]
 Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _wrap_in_list]
 
 

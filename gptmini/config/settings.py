@@ -247,7 +247,7 @@ class TrainConfig(Section):
     """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
-    deterministic: Literal["auto", "on", "off"] = "auto"
+    deterministic: OnOrOff = "auto"
     """Equal bits when a run is repeated or resumed on a GPU, as always on a CPU; auto: on NVIDIA's
     GPUs, where it costs some speed."""
     compile: OnOrOff = "auto"

@@ -44,7 +44,7 @@ from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_byte
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 # Text that has more in it than its words.
-MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
+MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)(\.gz|\.zst)?$")
 BUILTIN_CORPORA = (STORIES, PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
 
@@ -264,18 +264,13 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
     problems = [_find_problem(file, settings.text_key) for file in files]
     if any(problems):
         raise DataError(*filter(None, problems))
-    if found := [str(file.path) for file in files if _has_markup(file)]:
+    if found := [str(file.path) for file in files if MARKUP.search(file.path.name.lower())]:
         names = hub.list_some(found)
         warn_once(f"{names}: trained on with its markup; to avoid that, extract the text")
     counts = Counter(os.path.abspath(file.path) for file in files)
     if repeated := [name for name, count in counts.items() if count > 1]:
         warn_once(f"{hub.list_some(repeated)}: read twice; name a file or its folder, not both")
     return Text(", ".join(paths), tuple(files), settings)
-
-
-def _has_markup(file: File) -> bool:
-    name = file.path.name.lower().removesuffix(file.compression)
-    return MARKUP.search(name) is not None
 
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:

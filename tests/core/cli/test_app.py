@@ -42,7 +42,6 @@ ERRORS = [
     (["settings", "foo"], 2, "foo: no such setting; choose one of"),
     (["trian"], 2, "'train'"),
     (["tokenizer", "tran"], 2, "gptmini tokenizer --help"),
-    (["convert", "a", "--out", ""], 2, "--out: empty; name a file or folder"),
     (["inspect", "--mask", f"window:{DIGITS}"], 2, "9...: unknown mask; use causal, or window:N"),
     (["tokenizer", "decode", "byte", "257"], 3, "257: not a token; use numbers from 0 to 256"),
     (["train", "--data", "none.txt"], 3, "none.txt: no such file or directory; check the path"),

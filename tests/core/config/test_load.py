@@ -187,11 +187,6 @@ def test_attention_has_a_short_form(tmp_path: Path):
     assert str(error.value).startswith(f"{file}:3: model.attention: ")
 
 
-def test_compile_may_be_a_bool():
-    assert validate({"train": {"compile": False}}, {}).train.compile == "off"
-    assert validate({"train": {"compile": True}}, {}).train.compile == "on"
-
-
 def test_a_section_set_as_a_whole_is_named_with_the_key(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("train:\n  lr: 1e-3\n")
