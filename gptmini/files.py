@@ -52,11 +52,6 @@ def is_run(folder: str | Path) -> bool:
     return made and os.path.exists(path / "config.yaml")
 
 
-def is_configuration_alone(folder: str | Path) -> bool:
-    """Return whether a folder has a config.yaml and nothing else."""
-    return os.path.isdir(folder) and os.listdir(folder) == ["config.yaml"]
-
-
 def check_run_folder(out: Path) -> None:
     """Raise ConfigError if a run cannot be in `out` as something else is there.
 
@@ -69,10 +64,7 @@ def check_run_folder(out: Path) -> None:
     names = {name for name in os.listdir(out) if not name.startswith(".tmp-")}
     is_begun = "lock" in names and names <= {"lock", "checkpoints", "tokenizer.json"}
     if names and not is_begun:
-        kind = "not empty, and no run"
-        if is_configuration_alone(out):
-            kind = "a config.yaml is there, which the run would replace"
-        raise ConfigError(f"--out {out}: {kind}; choose another --out")
+        raise ConfigError(f"--out {out}: not empty, and no run; choose another --out")
 
 
 def check_replaceable(out: Path, mark: bytes) -> None:

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -35,7 +34,6 @@ from gptmini.cli.settings import list_settings
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.errors import (
-    ConfigError,
     GptminiError,
     Stopped,
     describe_os_error,
@@ -67,17 +65,12 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that lists the first line of its help, and names itself in every usage error.
-
-    An empty --out, which is likely an unset variable of a shell, would be the current folder.
-    """
+    """A command that lists the first line of its help, and names itself in every usage error."""
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return (self.help or "").partition("\n")[0]  # typer's own is cut after 45 characters
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--out=" in args or ("--out", "") in pairwise(args):
-            raise ConfigError("--out: empty; name a file or folder")
         # A shell expands ~ at the beginning of a word alone.
         args = [
             f"--out={os.path.expanduser(arg[6:])}" if arg.startswith("--out=~") else arg
@@ -132,7 +125,8 @@ def main() -> None:
     _catch_stop_signals()
     try:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
-        code = app(_read_arguments(), prog_name="gptmini", standalone_mode=False)
+        words = [word for word in sys.argv[1:] if word != "--debug"]
+        code = app(words, prog_name="gptmini", standalone_mode=False)
         sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
     except SystemExit as end:
         if not console.is_closed_pipe(end.__context__):  # typer turns one into a SystemExit
@@ -147,14 +141,6 @@ def main() -> None:
     if code == 130:
         _fail(["stopped by Ctrl-C"], 130)
     sys.exit(code)
-
-
-def _read_arguments() -> list[str]:
-    """Return the words that were typed, without --debug; `gptmini help WORDS` asks for help too."""
-    words = [word for word in sys.argv[1:] if word != "--debug"]
-    if words[:1] == ["help"]:
-        return [*words[1:], "--help"]
-    return words
 
 
 def _prepare_streams() -> None:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from gptmini.errors import CheckpointError, ConfigError, DataError, shorten
-from gptmini.files import decode_utf8, is_configuration_alone, is_run
+from gptmini.files import decode_utf8, is_run
 
 if TYPE_CHECKING:
     from gptmini.config.settings import Config
 
 RUNS_FOLDER = Path("runs")
 MAX_INPUT_BYTES = 16 << 20  # of a prompt, or of a text to score
-PRETRAINED_NAME = re.compile(r"(hf:)?[\w-]+/[\w.-]+|gpt2(-medium|-large|-xl)?")
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
@@ -203,8 +202,6 @@ def resolve(name: str) -> Named:
         return Named(text=name)
     configs = load.map_config_names()
     is_named = path.suffix in (".yaml", ".yml") or name in configs
-    if is_configuration_alone(path):
-        raise ConfigError(f"{name}: neither a run nor a text; name its config.yaml to train it")
     if path.exists() and not is_named:
         return Named(text=name)
     runs = _list_runs()
@@ -225,15 +222,9 @@ def resolve_run(run: Path | None) -> Path:
         return run
     runs = _list_runs()
     near = difflib.get_close_matches(run.name, runs, 1)
-    if run.suffix.lower() == ".gguf" or os.path.isfile(run / "config.json"):
-        hint = f"make one of a pretrained model: gptmini import {run}"
-    elif near or is_run(run.parent):
-        hint = f"did you mean {runs[near[0]] if near else run.parent}?"
-    elif PRETRAINED_NAME.fullmatch(str(run)) and run.parent != RUNS_FOLDER:
-        owner = "" if "/" in str(run) else "openai-community/"
-        hint = f"make one of a pretrained model: gptmini import {owner}{run}"
-    else:
-        hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"
+    hint = "make one with gptmini train, or of a pretrained model with gptmini import"
+    if near:
+        hint = f"did you mean {runs[near[0]]}?"
     raise CheckpointError(f"{shorten(run)}: no run here; {hint}")
 
 
@@ -261,17 +252,20 @@ def choose_out(
 
 
 def find_newest_run() -> Path:
-    """Find the run that was trained last."""
-    newest = None
-    if _list_runs():  # without a run, answer before torch is loaded
-        from gptmini.runs import directory
-
-        newest = directory.find_newest_run(RUNS_FOLDER)
-    if newest is None:
+    """Find the run that was trained last; those that were only begun or converted come last."""
+    runs = _list_runs().values()
+    if not runs:
         raise CheckpointError(
             f"{RUNS_FOLDER}: no run here; train one with gptmini train, or name one"
         )
-    return newest
+    return max(runs, key=_get_training_time)
+
+
+def _get_training_time(run: Path) -> tuple[float, float]:
+    """Return when a run last saved its best evaluation, 0 if never, and when it was begun."""
+    best = run / "best.json"
+    trained = best.stat().st_mtime if best.exists() else 0.0
+    return trained, (run / "config.yaml").stat().st_mtime
 
 
 def read_text(file: Path | None) -> str:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,9 +78,13 @@ def _format_table(scored: "Score") -> Iterator[str]:
 def _color_tokens(scored: "Score") -> Iterator[str]:
     """Put the text on backgrounds from none to dark red, one step for each two bits of surprise.
 
-    Tokens that share a character have one background, for their surprise together.
+    A character of several tokens has one background, for their surprise together.
     """
-    for numbers, text in scored.iter_characters():
+    from gptmini.tokenizer.spelling import iter_characters
+
+    spelled = iter_characters(scored.spellings)
+    for numbers, group in groupby(spelled, key=lambda each: each[1]):
+        text = "".join(character for character, _ in group)
         logprob = sum(scored.logprobs[number] for number in numbers)
         surprise = int(-logprob / 1.386)  # in steps of 2 bits, which are 1.386 nats
         color = COLORS[min(surprise, len(COLORS) - 1)]

@@ -1,6 +1,5 @@
 """`gptmini settings`: list the settings that --set and YAML files take."""
 
-import difflib
 import json
 import shutil
 import textwrap
@@ -33,17 +32,9 @@ def list_settings(
     chosen = list(listed)
     if name is not None:
         chosen = [key for key in listed if f".{name}." in f".{key}." or name == f"{key}."]
-    if not chosen and name is not None:
-        leaf = name.rpartition(".")[2]
-        known = load.find_full_key(leaf)
-        if known is None:
-            leaves = [key.rpartition(".")[2] for key in listed]
-            near = difflib.get_close_matches(leaf, leaves, 1, 0.75)
-            remedy = "gptmini settings lists all"
-            if near:
-                remedy = f"did you mean {load.find_full_key(near[0])}?"
+        if not chosen:
+            remedy = load.suggest_setting(tuple(name.split(".")))
             raise ConfigError(f"{name}: no such setting; {remedy}")
-        chosen = [known]
     width = max(40, min(100, shutil.get_terminal_size().columns))
     lines = []
     for key in chosen:

@@ -207,7 +207,7 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
             yield f"{_locate((*path, *key.split('.')), origins)}: {problem}"
     elif kind == "extra_forbidden":
         kind = "setting" if len(path) > 1 or find_full_key(path[0]) else "section"
-        yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
+        yield f"{_locate(path, origins)}: no such {kind}; {suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         value = _format_wrong(mistake["input"], kind)
         yield f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
@@ -252,7 +252,7 @@ def _locate(path: KeyPath, origins: Origins) -> str:
     return key
 
 
-def _suggest_setting(path: KeyPath) -> str:
+def suggest_setting(path: KeyPath) -> str:
     """Suggest the setting that was probably meant by an unknown one."""
     *section, leaf = path
     if key := find_full_key(leaf):

@@ -18,10 +18,6 @@ def _to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _to_on_or_off(value: Any) -> Any:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -41,18 +37,8 @@ _ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[_ShortText], Field(max_length=16), _wrap_in_list, _text_or_list]
 TokenTexts = Annotated[list[_ShortText], Field(max_length=1024), _wrap_in_list, _text_or_list]
 TokenBiases = Annotated[dict[_ShortText, Penalty], Field(max_length=1024)]
-# nanoGPT has a bool for this.
-OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_to_on_or_off)]
+OnOrOff = Literal["auto", "on", "off"]
 Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _wrap_in_list]
-
-
-def _explain(name: str, error: ValidationError) -> list[str]:
-    """Explain what is wrong with a section that was built in Python, in pydantic's words."""
-    lines = []
-    for mistake in error.errors():
-        if mistake["type"] != "default_factory_not_called":  # its cause has a line of its own
-            lines.append(f"{'.'.join([name, *map(str, mistake['loc'])])}: {mistake['msg']}")
-    return lines
 
 
 class Section(BaseModel):
@@ -65,11 +51,14 @@ class Section(BaseModel):
     if not TYPE_CHECKING:  # where each section has its own settings as arguments
 
         def __init__(self, **settings: Any) -> None:
-            """Raise ConfigError, a line for each setting that is wrong."""
+            """Raise ConfigError, in pydantic's words, a line for each setting that is wrong."""
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise ConfigError(*_explain(type(self).__name__, error)) from None
+                mistakes = [(map(str, each["loc"]), each["msg"]) for each in error.errors()]
+                name = type(self).__name__
+                lines = [f"{'.'.join([name, *place])}: {text}" for place, text in mistakes]
+                raise ConfigError(*lines) from None
 
         # Sections inside others are checked with them, without this.
         __init__.__pydantic_base_init__ = True

@@ -134,11 +134,9 @@ class ModelConfig(Section):
         rotates_pairs = self.position == "rope"
         unit = 2 * self.n_head if rotates_pairs else self.n_head
         if "head_dim" not in self.model_fields_set and self.d_model % unit:
-            below = self.d_model // unit * unit
-            near = " or ".join(str(width) for width in (below, below + unit) if width)
             reason = "2 x n_head, as rope rotates pairs" if rotates_pairs else "n_head"
             problem = f"{self.d_model} is not a multiple of {unit} ({reason})"
-            yield "d_model", f"{problem}; use {near}, or set head_dim"
+            yield "d_model", f"{problem}; use one, or set head_dim"
         elif rotates_pairs and self.head_dim % 2:
             yield "head_dim", f"{self.head_dim} is odd, but rope rotates pairs; use an even number"
 
@@ -246,7 +244,7 @@ class TrainConfig(Section):
     """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
-    deterministic: Literal["auto", "on", "off"] = "auto"
+    deterministic: OnOrOff = "auto"
     """Repeat and resume to equal bits on a GPU, as always on a CPU, at some cost of speed; auto: on
     NVIDIA's GPUs."""
     compile: OnOrOff = "auto"
@@ -293,11 +291,6 @@ class BaseConfig(Section):
     """Step of its best checkpoint, recorded at the start."""
     sha256: str | None = None
     """SHA-256 of that checkpoint's model.safetensors, recorded at the start."""
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        for name in ("step", "sha256"):
-            if self.run is None and getattr(self, name) is not None:
-                yield name, "has no effect without base.run; set base.run or leave it out"
 
 
 class SampleConfig(Section):

@@ -2,7 +2,7 @@
 
 PyYAML's own loaders read `3e-4` as text, `no` as false and `010` as eight, keep the last of two
 equal keys, and recurse without bound. The loader here knows four kinds of plain scalar besides
-text, and refuses tags, anchors, duplicate keys, deep nesting and large files.
+text, and refuses anchors, duplicate keys, deep nesting and large files.
 """
 
 import re
@@ -88,8 +88,6 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor:
             self._refuse(event, "anchors and aliases are not supported; write the value out")
-        if event.tag:
-            self._refuse(event, f"the tag {event.tag} is not supported; remove it")
         if len(self._path) > MAX_DEPTH:
             self._refuse(event, f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
         if isinstance(parent, yaml.MappingNode) and index is None:

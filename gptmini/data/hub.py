@@ -145,19 +145,19 @@ def _explain_failure(
     error_class: type[GptminiError] = MachineError
     if status in range(400, 429) or isinstance(error, errors.HFValidationError):
         error_class = ERROR_BY_KIND[kind]
-    if isinstance(error, errors.HFValidationError):
-        problem = f"not a name on the Hub; write {PREFIX}OWNER/NAME"
-    elif isinstance(error, errors.GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         folder = "datasets/" if kind == "dataset" else ""
         problem = (
             f"gated; accept its terms at {constants.ENDPOINT}/{folder}{name}, then set HF_TOKEN to "
             f"a token of that account"
         )
-    elif isinstance(error, errors.RevisionNotFoundError):
-        problem = f"has no revision {revision}; leave it out for the newest"
-    elif isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+    elif isinstance(
+        error,
+        errors.HFValidationError | errors.RevisionNotFoundError | errors.RepositoryNotFoundError,
+    ):
+        wanted = kind if revision is None else f"{kind} of revision {revision}"
         problem = (
-            f"no such {kind} on the Hub, or a private one; check the name, and set HF_TOKEN to a "
+            f"no such {wanted} on the Hub, or a private one; check the name, and set HF_TOKEN to a "
             f"token that may read it"
         )
     elif status:

@@ -16,7 +16,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import escape_control_characters, say, show_byte_progress
-from gptmini.data import hub_dataset, stories
+from gptmini.console import say, show_byte_progress
+from gptmini.data import hub, hub_dataset, stories
 from gptmini.data.formats import (
     CHAT_KINDS,
     PYTHON_DOCS,
@@ -44,7 +44,7 @@ from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_byte
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
 # Text that has more in it than its words.
-MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)$")
+MARKUP = re.compile(r"\.(html?|xhtml|ipynb|mbox|toml|ya?ml|tsv|json)(\.gz|\.zst)?$")
 MAX_SKIPPED_LISTED = 10  # files
 BUILTIN_CORPORA = (STORIES, PYTHON_DOCS, "builtin:python-code")
 Split = Literal["training", "validation", "test"]
@@ -265,19 +265,13 @@ def find_text(paths: list[str], settings: DataConfig) -> Text:
     problems = [_find_problem(file, settings.text_key) for file in files]
     if any(problems):
         raise DataError(*filter(None, problems))
-    if found := [file.path for file in files if _has_markup(file)]:
-        warn_once(
-            f"{_abbreviate(found)}: trained on with its markup; to avoid that, extract the text"
-        )
+    if found := [str(file.path) for file in files if MARKUP.search(file.path.name.lower())]:
+        names = hub.list_some(found)
+        warn_once(f"{names}: trained on with its markup; to avoid that, extract the text")
     counts = Counter(os.path.abspath(file.path) for file in files)
     if repeated := [name for name, count in counts.items() if count > 1]:
-        warn_once(f"{_abbreviate(repeated)}: read twice; name a file or its folder, not both")
+        warn_once(f"{hub.list_some(repeated)}: read twice; name a file or its folder, not both")
     return Text(", ".join(paths), tuple(files), settings)
-
-
-def _has_markup(file: File) -> bool:
-    name = file.path.name.lower().removesuffix(file.compression)
-    return MARKUP.search(name) is not None
 
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:
@@ -301,7 +295,7 @@ def _find_builtin_files(name: str, errors: str) -> list[File]:
 def _find_dataset_files(name: str, errors: str) -> list[File]:
     """Find the files of a dataset on the Hub, which are in the cache then."""
     found = [_describe_file(path, errors) for path in hub_dataset.fetch_dataset(name)]
-    names = escape_control_characters(_abbreviate(file.path.name for file in found))
+    names = hub.list_some(file.path.name for file in found)
     say_once(f"{name}: {names}, {sum(file.bytes for file in found):,} bytes")
     return found
 
@@ -352,7 +346,8 @@ def _report_skipped(path: str, n_files: int, problems: dict[Path, str]) -> None:
     example = problems[min(problems, key=lambda file: find_format(file.name)[0] == "text")]
     if not n_files:
         raise DataError(f"{path}: no text found, only such as {example}")
-    skipped = f"{path}: {len(problems)} of {n_files + len(problems)} files skipped"
+    n_found = n_files + len(problems)
+    skipped = f"{path}: {len(problems)} of {n_found} files skipped"
     if len(problems) > MAX_SKIPPED_LISTED:
         warn_once(f"{skipped}, such as {example}")
     else:
@@ -406,12 +401,6 @@ def _match_pattern(pattern: Path, problems: dict[Path, str]) -> set[Path]:
     return matches
 
 
-def _abbreviate(items: Iterable[object]) -> str:
-    """Name the first item, and say how many more there are."""
-    first, *others = items
-    return f"{first} and {len(others)} more" if others else f"{first}"
-
-
 def _describe_file(path: Path, errors: str) -> File:
     """Describe a file as it is now; DataError if it is missing or not a regular file."""
     try:
@@ -420,10 +409,10 @@ def _describe_file(path: Path, errors: str) -> File:
         from gptmini.data.fetch import KNOWN_CORPORA  # noqa: PLC0415 - loads urllib
 
         if path in [Path("data", f"{name}.txt") for name in KNOWN_CORPORA]:
-            raise_unreadable(error, path, f"get it with: gptmini data fetch {path.stem}")
-        if path.is_absolute():
-            raise_unreadable(error, path)
-        raise_unreadable(error, path, f"check the path, which is relative to {Path.cwd()}")
+            raise DataError(
+                f"{path}: {describe_os_error(error)}; get it with gptmini data fetch {path.stem}"
+            ) from None
+        raise_unreadable(error, path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     kind, compression, _ = find_format(path.name)

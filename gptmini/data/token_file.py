@@ -184,14 +184,10 @@ class TokenFile:
         weakref.finalize(self, self.file.close)
         if form != (VERSION, tokenizer.chat_fingerprint):
             raise DataError(f"{path}: of another version or tokenizer; delete it and run again")
-        if self._hash(described) != expected:
-            raise DataError(f"{path}: damaged; delete it and run again")
-
-    def _hash(self, described: dict[str, object]) -> str:
-        """Hash the array and what describes it."""
         hashed = hashlib.file_digest(self.file, "sha256")  # type: ignore[arg-type]
         hashed.update(json.dumps(described).encode())
-        return hashed.hexdigest()
+        if hashed.hexdigest() != expected:
+            raise DataError(f"{path}: damaged; delete it and run again")
 
     def read(self, start: int, count: int) -> Tokens:
         """Read tokens (count,) from a position; DataError if the file was cut off meanwhile."""

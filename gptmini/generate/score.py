@@ -1,8 +1,6 @@
 """Scores a text token by token: how likely a trained model finds each token."""
 
-import codecs
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,20 +28,6 @@ class Score:
     def texts(self) -> list[str]:
         """The text of each token; U+FFFD where it is part of a character."""
         return [spelling.decode("utf-8", "replace") for spelling in self.spellings]
-
-    def iter_characters(self) -> Iterator[tuple[range, str]]:
-        """Yield the text in whole characters, each time with the numbers of the tokens it takes."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        first = 0
-        text = ""
-        for number, spelling in enumerate(self.spellings):
-            is_last = number == len(self.spellings) - 1
-            text += decoder.decode(spelling, final=is_last)
-            pending_bytes, _ = decoder.getstate()
-            if not pending_bytes:
-                yield range(first, number + 1), text
-                first = number + 1
-                text = ""
 
     @property
     def loss(self) -> float:

@@ -9,7 +9,6 @@ V is the vocabulary.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,16 +23,9 @@ from gptmini.generate.sequence import Sequence
 MAX_DRAFT_TOKENS = 3
 
 
-class Drafter(Protocol):
-    """Drafts the next tokens of texts, cheaply."""
-
-    def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return tokens that may follow each text, at most its limit."""
-
-
 @torch.inference_mode()
 def sample_speculatively(
-    engine: Engine, drafter: Drafter, texts: list[Sequence]
+    engine: Engine, drafter: "PromptLookup | DraftModel", texts: list[Sequence]
 ) -> Iterator[tuple[Sequence, int, Tensor]]:
     """Yield what `sampler.sample_tokens` yields, in fewer passes where the drafts are right."""
     while live := [text for text in texts if text.finish_reason is None]:
@@ -63,7 +55,7 @@ def sample_speculatively(
             text.n_cached = min(text.n_cached, len(text.context) - 1)
 
 
-def _draft_tokens(drafter: Drafter, texts: list[Sequence]) -> list[list[int]]:
+def _draft_tokens(drafter: "PromptLookup | DraftModel", texts: list[Sequence]) -> list[list[int]]:
     """Draft tokens for each text, none where the model could not verify them cheaply."""
     limits = []
     for text in texts:

@@ -42,7 +42,6 @@ from gptmini.runs.tensors import (
     Manifest,
     Tensors,
     check_file,
-    check_size,
     list_model_files,
     read_checkpoint_json,
     read_tensors,
@@ -240,20 +239,11 @@ class RunDirectory:
             self.prune(state["best"], keep)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise MachineError(self._describe_failed_save(step, error)) from None
-
-    def _describe_failed_save(self, step: int, error: OSError) -> str:
-        """Return the message for a checkpoint that cannot be written."""
-        free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-        remedy = "choose another directory with --out"
-        if not self.checkpoints.exists():
-            remedy = "the run was moved or deleted; put it back, or begin it again"
-        elif self.list_steps():
-            remedy = "run the same command again to resume from the last checkpoint"
-        return (
-            f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}), "
-            f"{free:,} bytes free; {remedy}"
-        )
+            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            raise MachineError(
+                f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}), "
+                f"{free:,} bytes free; see that the run is there and has room, and train again"
+            ) from None
 
     def write_best(self, best: dict[str, Any] | None) -> None:
         """Write step and loss of the best evaluation, if there is one."""
@@ -375,7 +365,7 @@ class RunDirectory:
             )
         weights = list_model_files(folder, manifest)
         for name in weights:
-            check_size(folder / name, manifest)
+            check_file(folder / name, manifest, reads=False)
         digest = tensors.compute_model_digest(folder, manifest)
         model = read_tensors(folder, weights if with_model else [], manifest)
         moment_files = ["optimizer.safetensors"] if with_optimizer else []
@@ -388,24 +378,3 @@ class RunDirectory:
 
 def _dump(data: dict[str, Any]) -> bytes:
     return json.dumps(data, indent=1).encode()
-
-
-def find_newest_run(runs: Path) -> Path | None:
-    """Return the run in a folder that was trained last: the one with the newest checkpoint.
-
-    Runs that were only begun or converted come last.
-    """
-    candidates = [folder for folder in runs.glob("*") if files.is_run(folder)]
-    return max(candidates, key=_get_training_time, default=None)
-
-
-def _get_training_time(run: Path) -> tuple[float, float]:
-    """Return when a run was last trained, 0 if never, and when its configuration was written."""
-    directory = RunDirectory(run)
-    step = max(directory.list_steps(), default=0)
-    manifest = directory.checkpoints / f"step-{step:08d}" / "manifest.json"
-    try:
-        trained = manifest.stat().st_mtime if step else 0.0
-        return trained, directory.config_file.stat().st_mtime
-    except OSError:  # a running training may have deleted it
-        return 0.0, 0.0

@@ -53,12 +53,9 @@ class RunLog:
     def write(self, line: Metrics) -> None:
         """Append a line and the time of day, and pass it to the trackers, which have their own."""
         stamped = line | {"wall_time": round(time.time(), 3)}  # TensorBoard's name for it
-        try:
+        with files.name_in_errors(self._path):
             self._file.write(json.dumps(stamped) + "\n")
             self._file.flush()
-        except OSError as error:
-            error.filename = str(self._path)  # the error of a full disk names no file
-            raise
         for name, (write, _) in list(self._trackers.items()):
             try:
                 write(line)

@@ -17,7 +17,6 @@ from gptmini.tokenizer.tokenizers import (
     CHAT_TEMPLATE,
     CHAT_TOKENS,
     END_OF_TEXT,
-    IMPORTED_KIND,
     TOKENIZER_FORMAT_VERSION,
     ByteTokenizer,
     CharTokenizer,
@@ -53,11 +52,6 @@ def create_tokenizer(
         )
     if kind.endswith(".json"):
         return load_tokenizer(Path(kind))
-    if kind == IMPORTED_KIND:
-        raise DataError(
-            "tokenizer.kind: imported belongs to a pretrained model; fine-tune that with gptmini "
-            "train --from RUN --data PATH"
-        )
     published = load_published_encoding(kind)
     return add_chat(published) if chat else published
 

@@ -112,7 +112,7 @@ def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message
         (["runs/txt"], "runs/txt: no run here; did you mean runs/text?"),
         (["runs/text/checkpoints"], "no run here; did you mean runs/text?"),
         (["runs/text", "--draft", "tex"], "tex: no run here; did you mean runs/text?"),
-        (["a\nb " + "c" * 5000], "...: no run here; the newest is runs/text"),
+        (["a\nb " + "c" * 5000], "...: no run here; make one with gptmini train"),
     ],
 )
 def test_what_is_not_a_run_is_answered_with_what_was_meant(gptmini, run, monkeypatch, words, hint):

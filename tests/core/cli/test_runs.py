@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gptmini.cli.options import find_newest_run
 from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.support import tiny
 
 
 def list_runs(gptmini, *words: str) -> dict:
@@ -90,3 +93,17 @@ def test_where_no_run_is_it_says_so(gptmini, words, code):
     assert found == code
     assert err.count("\n") == 1
     assert "no run here" in err or "nowhere: no such folder" in err
+
+
+def test_the_newest_run_is_the_one_that_saved_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("earlier", "finished", "converted", "begun"), 1):
+        run = RunDirectory(Path("runs", name))
+        run.create(tiny(), ByteTokenizer())
+        os.utime(run.config_file, (number, number))
+        if name in ("earlier", "finished"):
+            run.write_best({"step": 1, "val_loss": 1.0})
+            os.utime(run.path / "best.json", (number, number))
+    for name in ("finished", "earlier", "begun"):
+        assert find_newest_run() == Path("runs", name)
+        shutil.rmtree(Path("runs", name))

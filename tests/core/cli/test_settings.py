@@ -16,8 +16,9 @@ def test_settings_lists_every_key_with_its_choices_default_and_meaning(gptmini, 
     assert one[1].startswith("train.lr: number (default: 0.002)\n    Peak learning rate")
     assert gptmini("settings", "lr") == one
     for name, remedy in [
-        ("dropot", "did you mean model.dropout?"),
-        ("train.gradient_accumulation_steps", "gptmini settings lists all"),
+        ("model.dropot", "did you mean model.dropout?"),
+        ("train.accumulate", "choose one of minutes, steps, batch_size, "),
+        ("dropot", "choose one of model, tokenizer, data, train, base, sample"),
     ]:
         code, _, err = gptmini("settings", name)
         assert (code, f"gptmini: {name}: no such setting; {remedy}" in err) == (2, True)

@@ -99,9 +99,7 @@ def test_no_run_is_begun_among_other_files(gptmini, text_file: Path):
     Path("exp").mkdir()
     Path("exp/config.yaml").write_text("train:\n  steps: 2\n")
     code, _, err = gptmini("train", "exp/config.yaml", "--data", "text.txt", "--out", "exp")
-    assert (code, "a config.yaml is there, which the run would replace" in err) == (2, True)
-    code, _, err = gptmini("train", "exp")
-    assert (code, "neither a run nor a text; name its config.yaml" in err) == (2, True)
+    assert (code, "exp: not empty, and no run; choose another" in err) == (2, True)
     assert gptmini("train", "exp/config.yaml", "--data", "text.txt", *SMALL)[0] == 0
 
     Path("model").mkdir()

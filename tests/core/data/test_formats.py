@@ -161,23 +161,18 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
             "text".encode("utf-32"),
             "a.txt: UTF-16 or UTF-32, not plain text; convert it: iconv",
         ),
-        ("a.txt", "text".encode("utf-16-le"), "a.txt: binary data, not plain text; choose"),
+        ("a.txt", "text".encode("utf-16-le"), "a.txt: binary data, not plain text"),
         ("a.txt", b"x" * 9999 + b"\0", "NUL bytes, so it is not text"),
         (
             "a.png",
             b"\x89PNG\r\n\x1a\n\0\0\0",
-            "a.png: binary data, not plain text; choose a text file",
+            "a.png: binary data, not plain text; unpack it, or choose a text file",
         ),
         ("a.gz", gzip.compress(b"\0", mtime=0), "a.gz: binary data"),
         ("a.docx", b"PK\3\4...", "a.docx: a ZIP archive or an Office document, .*unpack .*pandoc"),
         ("a.PDF", b"%PDF-1.4\n", "a.PDF: a PDF document, .*pdftotext"),
         ("a.txt.bz2", b"BZh91AY", "a.txt.bz2: bzip2 data, .*bzcat FILE . gptmini train --data -"),
-        ("a.tar", b"name".ljust(257, b"\0") + b"ustar", "a.tar: a tar archive, .*unpack it"),
-        ("a.7z", b"7z\xbc\xaf\x27\x1c", "a.7z: a 7z archive"),
-        ("a.rar", b"Rar!\x1a\7", "a.rar: a RAR archive"),
-        ("a.arrow", b"ARROW1\0\0", "a.arrow: an Arrow file, .*Parquet"),
         ("a.rtf", b"{\\rtf1", "a.rtf: an RTF document"),
-        ("a.doc", b"\xd0\xcf\x11\xe0\xa1", "a.doc: a Word, Excel or PowerPoint document"),
         ("a.txt", gzip.compress(b"text", mtime=0), "a.txt: gzip data, .*; end its name in .gz"),
         ("a.txt", "déjà vu".encode("latin-1"), "at byte 1; convert it to UTF-8, or pass"),
         ("a.txt", "déjà ".encode() + b"\xff", "at byte 7; convert it to UTF-8, or pass"),
@@ -210,7 +205,6 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("a.csv", b"title,body\na,b\n", r"a.csv:1: no field 'text' \(it has: title, body"),
         ("a.csv", b"title;body\na;b\n", r"a.csv:1: no field 'text' \(it has: title, body"),
         ("a.csv", b"text,text\na,b\n", "a.csv:1: several columns 'text'"),
-        ("a.csv", b"sep=;\ntitle;text\na\n", "a.csv:3: 1 fields, but the header has 2"),
         ("a.csv", b"title,text\na\n", "a.csv:2: 1 fields, but the header has 2"),
         ("a.csv", b'title,text\n"two\nlines"\n', "a.csv:2: 1 fields"),
         ("a.csv", b'title,text\n"b\nc",d\n\n\n"two\nlines"\n', "a.csv:6: 1 fields"),
@@ -237,7 +231,7 @@ def test_the_header_of_a_csv_file_says_its_delimiter(tmp_path: Path, delimiter):
     assert documents(tmp_path / "a.csv") == ["a, b; c", 'say "hi"\tnow\nhere', "short"]
     for content in (
         b"id,text\r1,one\r2,two\r",  # as on the first Macs
-        b"\xef\xbb\xbfsep=;\r\nid;text\r\n1;one\r\n2;two\r\n",  # as Excel wants it
+        b"\xef\xbb\xbfid;text\r\n1;one\r\n2;two\r\n",  # as Excel writes it
         b'id, "text"\n1,one\n2,two\n',
     ):
         (tmp_path / "b.csv").write_bytes(content)

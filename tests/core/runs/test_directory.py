@@ -9,7 +9,7 @@ import torch
 
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, MachineError
-from gptmini.runs.directory import Checkpoint, RunDirectory, find_newest_run
+from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import needs_posix, tiny
@@ -250,23 +250,6 @@ def test_tensors_must_fit_the_model():
     ]
 
 
-def test_the_newest_run_is_the_one_whose_last_checkpoint_is_newest(tmp_path: Path):
-    assert find_newest_run(tmp_path) is None
-    for name, step in {"finished": 7, "earlier": 9, "converted": 0, "begun": None}.items():
-        run = RunDirectory(tmp_path / name)
-        run.create(tiny(), ByteTokenizer())
-        if step is not None:
-            run.save(checkpoint(step))
-    for number, name in enumerate(("earlier", "finished", "converted")):
-        for manifest in (tmp_path / name).glob("checkpoints/*/manifest.json"):
-            os.utime(manifest, (number, number))
-    assert find_newest_run(tmp_path) == tmp_path / "finished"
-    for name in ("finished", "earlier"):
-        shutil.rmtree(tmp_path / name)
-    os.utime(tmp_path / "converted" / "config.yaml", (1, 1))
-    assert find_newest_run(tmp_path) == tmp_path / "begun"
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
 @pytest.mark.parametrize("name", ["config.yaml", "best.json", "manifest.json", "state.json"])
 def test_a_fifo_is_refused_and_not_waited_for(run: RunDirectory, name: str):
@@ -345,8 +328,7 @@ def test_a_run_that_is_deleted_while_it_trains_is_not_a_full_disk(run: RunDirect
     shutil.rmtree(run.path)
     with pytest.raises(MachineError) as raised:
         run.save(checkpoint(1))
-    assert "deleted" in str(raised.value)
-    assert "make room" not in str(raised.value)
+    assert "see that the run is there" in str(raised.value)
 
 
 @needs_posix

@@ -157,7 +157,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(gptmini, local_hub, published)
     assert gptmini("import", f"{NAME}@refs/pr/1")[0] == 0
     code, _, err = gptmini("import", f"{NAME}@v2", "--out", "runs/v2")
     assert code == 4
-    assert f"hf:{NAME}: has no revision v2" in err
+    assert f"hf:{NAME}: no such model of revision v2" in err
 
 
 def test_a_gguf_file_is_imported_if_it_is_named_or_the_only_one(gptmini, local_hub, tmp_path):
