@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.extras.sources import find
-from gptmini.extras.sources.find import Copies, Copy, SourceText, find_matches, find_shared
+from gptmini.extras.sources.find import Copies, Copy, SourceText, find_matches
 from gptmini.tokenizer.chunks import Place
 
 LETTERS = ["a", "ab", "ab \n", "\u4e2d\u6587\u4e2c", "\xe9\xe8a", "\U0001f600\U0001f601b"]
@@ -19,16 +19,18 @@ def join(*documents: str) -> SourceText:
 
 
 def search_plainly(documents: list[str], text: str, shortest: int) -> list[tuple[int, int]]:
-    """The longest stretch from each character, without those that lie in one from before."""
+    """From left to right, the longest stretch from a character on."""
     found = []
-    furthest = 0
-    for start in range(len(text)):
+    start = 0
+    while start < len(text):
         end = start
         while end < len(text) and any(text[start : end + 1] in each for each in documents):
             end += 1
-        if end > furthest and end - start >= shortest:
+        if end - start >= shortest:
             found.append((start, end))
-        furthest = max(furthest, end)
+            start = end
+        else:
+            start += 1
     return found
 
 
@@ -44,14 +46,11 @@ def test_copies_are_those_of_a_plain_search(case, shortest):
     source = join(*documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find, "SHORTEST_COPY", shortest)
-        found = find_matches(source.text, query, find_shared(source.text, query))
         patch.setattr(find, "_has_words", bool)
-        stretches = Copies(source, query).stretches
+        found = find_matches(source.text, query)
     assert [(start, end) for start, end, _ in found] == search_plainly(documents, query, shortest)
     for start, end, position in found:
         assert source.text.index(query[start:end]) == position
-    copied = {n for start, end, _ in found for n in range(start, end)}
-    assert copied == {n for start, end in stretches for n in range(start, end)}
 
 
 def test_a_copy_may_be_long_and_a_text_of_one_character():
@@ -82,18 +81,13 @@ def test_the_prompt_is_not_counted_but_a_copy_may_begin_in_it():
     lines = join("zero\none two three\nfour five six seven")
     (copy,) = Copies(lines, " five", "one two three\nfour").copies
     assert copy.line == 3
-    # Both begin in the prompt: the one within the other is left out.
-    two = join("abcdefghijklmnopqrstuvwxyz", "bcdefghijklmnopqrstuvwxyz!")
-    (copy,) = Copies(two, "klmnopqrstuvwxyz!", "abcdefghij").copies
-    assert (copy.start, copy.end, copy.file) == (0, 17, "2.txt")
 
 
-def test_shares_count_no_character_twice():
-    source = join("abcdefghijklmnopqrstuv", "klmnopqrstuvwxyzABCDEF")
-    found = Copies(source, "abcdefghijklmnopqrstuvwxyzABCDEF!!!!!!!!")
-    assert [(copy.start, copy.end) for copy in found.copies] == [(0, 22), (10, 32)]
-    assert found.stretches == [(0, 32)]
-    assert found.share == 0.8
+def test_a_copy_begins_behind_the_last():
+    source = join("abcdefghijklmnopqrstuv", "klmnopqrstuvwxyzABCDEFGHIJKLMNOP")
+    found = Copies(source, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP????????")
+    assert [(copy.start, copy.end) for copy in found.copies] == [(0, 22), (22, 42)]
+    assert found.share == 0.84
     assert Copies(source, "").share == 0
 
 
@@ -115,4 +109,4 @@ def test_a_rule_of_dashes_is_no_copy():
     source = join(f"{'-' * 40}\nnot one word of this is new")
     assert Copies(source, f"a {'-' * 30} b").copies == []
     (copy,) = Copies(source, f"{'-' * 40}\nnot one").copies
-    assert (copy.start, copy.end) == (0, 48)
+    assert (copy.start, copy.end) == (22, 48)
