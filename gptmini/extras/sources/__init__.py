@@ -4,5 +4,6 @@ For those who ask whether a model recites. Without this folder `gptmini copies` 
 `evaluate` does not say how much of the held-out text is copied.
 
 `Run.find_copies` is the door. Read find.py first: the longest matches of a text from left to
-right, and the copies made of these. training_text.py reads the training text of a run, with files and lines.
+right, and the copies made of these. training_text.py reads the training text of a run, with files
+and lines.
 """
