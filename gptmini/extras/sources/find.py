@@ -25,20 +25,19 @@ Piece = tuple[str, bool, Place]
 class SourceText:
     """A training text, and where the pieces that it came in are from; see `join_pieces`.
 
-    `text` has a SEPARATOR between documents. The n-th piece begins there at `begins[n]`, in its
-    file at `places[n]`, and belongs to the document `documents[n]`, counted from 1.
+    `text` has a SEPARATOR between documents. The n-th piece begins there at `begins[n]`, and in its
+    file at `places[n]`.
     """
 
     text: str
     begins: list[int]
     places: list[Place]
-    documents: list[int]
 
-    def locate(self, position: int) -> tuple[Place, int]:
-        """Return the place and the document of a position; a record has one place."""
+    def locate(self, position: int) -> Place:
+        """Return the place of a position; a record has one place."""
         number = bisect_right(self.begins, position) - 1
         before = self.text[self.begins[number] : position]
-        return self.places[number].after(before), self.documents[number]
+        return self.places[number].after(before)
 
 
 def join_pieces(pieces: Iterable[Piece]) -> SourceText:
@@ -47,34 +46,29 @@ def join_pieces(pieces: Iterable[Piece]) -> SourceText:
     length = 0
     begins: list[int] = []
     places: list[Place] = []
-    documents: list[int] = []
-    document = 0
     for piece, starts_document, place in pieces:
-        if starts_document and document:
+        if starts_document and parts:
             parts.append(SEPARATOR)
             length += len(SEPARATOR)
-        document += starts_document
         begins.append(length)
         places.append(place)
-        documents.append(document)
         parts.append(piece)
         length += len(piece)
-    return SourceText("".join(parts), begins, places, documents)
+    return SourceText("".join(parts), begins, places)
 
 
 @dataclass(frozen=True)
 class Copy:
     """A stretch of a text, from the character `start` up to `end`, that the training text has.
 
-    Where that has it first, its words begin in `line` of `file`, which is the line or row of the
-    record in a file of records; and in the n-th `document`. All of these count from 1.
+    Where that has it first, its words begin in `line` of `file`, from 1, which is the line or row
+    of the record in a file of records.
     """
 
     start: int
     end: int
     file: str
     line: int
-    document: int
 
     @property
     def length(self) -> int:
@@ -116,8 +110,8 @@ class Copies:
             words = whole[begin:end]
             # A copy that begins with line breaks is looked up where its words begin.
             n_blank = len(words) - len(words.lstrip())
-            place, document = self.source.locate(position + begin - start + n_blank)
-            copies.append(Copy(begin - skipped, end - skipped, place.file, place.line, document))
+            place = self.source.locate(position + begin - start + n_blank)
+            copies.append(Copy(begin - skipped, end - skipped, place.file, place.line))
         return copies
 
     @property

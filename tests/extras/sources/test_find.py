@@ -58,10 +58,10 @@ def test_a_copy_may_be_long_and_a_text_of_one_character():
     text = "".join(draw.choices("abc", k=5000))
     source = join("x" * 9000, text)
     found = Copies(source, f"zz{text[1000:4500]}z{'x' * 8000}{text[:30]}")  # copied in part
-    assert [(copy.start, copy.end, copy.document) for copy in found.copies] == [
-        (2, 3502, 2),
-        (3503, 11503, 1),
-        (11503, 11533, 2),
+    assert [(copy.start, copy.end, copy.file) for copy in found.copies] == [
+        (2, 3502, "2.txt"),
+        (3503, 11503, "1.txt"),
+        (11503, 11533, "2.txt"),
     ]
     assert found.longest.length == 8000
 
@@ -75,7 +75,7 @@ def test_no_copy_goes_on_behind_a_document():
 def test_the_prompt_is_not_counted_but_a_copy_may_begin_in_it():
     source = join("one\ntwo three four five six seven eight")
     found = Copies(source, "five six sev? no", "two three four ")
-    assert found.copies == [Copy(0, 12, "1.txt", 2, 1)]
+    assert found.copies == [Copy(0, 12, "1.txt", 2)]
     assert found.share == 12 / 16
     assert Copies(source, "?", "two three four five six").copies == []
     lines = join("zero\none two three\nfour five six seven")
@@ -101,7 +101,7 @@ def test_json_has_the_place_of_each_copy(monkeypatch):
     source = join("x" * 5, "one\n\ntwo three four five six")
     data = Copies(source, "!two three four five six").to_dict()
     (copy,) = data["copies"]
-    assert copy == {"start": 1, "end": 24, "length": 23, "file": "2.txt", "line": 3, "document": 2}
+    assert copy == {"start": 1, "end": 24, "length": 23, "file": "2.txt", "line": 3}
     assert (data["share"], data["longest"]) == (0.9583, 23)
 
 
