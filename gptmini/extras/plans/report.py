@@ -13,10 +13,11 @@ from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, format_duration, format_table
 from gptmini.plan import cost
+from gptmini.plan.minutes import count_evaluation_in_steps
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
 from gptmini.plan.settle import make_plan
-from gptmini.plan.timing import Machine, estimate_evaluation_seconds, is_worth_compiling
+from gptmini.plan.timing import Machine, is_worth_compiling
 
 INDENT = " " * 12
 
@@ -100,16 +101,12 @@ def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, An
     """Estimate how long training takes, with its evaluations."""
     train = config.train
     per_step = here.estimate_seconds_per_step(config)
-    per_evaluation = estimate_evaluation_seconds(config, per_step, held_out)
+    per_evaluation = per_step * count_evaluation_in_steps(config, held_out)
     evaluations = math.ceil(train.steps / train.eval_every)
     if config.base.run is not None:
         evaluations += 1  # of the base, before the first step
     compiled = is_worth_compiling(config, per_step * train.steps, here)
-    seconds = evaluations * per_evaluation
-    if compiled:
-        per_step /= here.estimates.compile_speedup
-        seconds += here.estimates.compile_seconds
-    seconds += train.steps * per_step
+    seconds = evaluations * per_evaluation + train.steps * per_step
     return {
         "on": f"this machine, {here.compute.device.type}",
         "seconds_per_step": per_step,
