@@ -3,9 +3,10 @@
 from typing import Any
 
 from gptmini.config.settings import Config
+from gptmini.console import format_bytes
 from gptmini.extras.plans import plans
 from gptmini.extras.plans.plans import Accelerator
-from gptmini.extras.plans.report import describe_memory, describe_training, format_si
+from gptmini.extras.plans.report import describe_memory, describe_training
 from gptmini.plan.plan import Plan
 from gptmini.plan.settle import make_plan
 
@@ -26,7 +27,6 @@ def estimate_on_accelerators(
     sharded = ", sharded" if shard else ""
     return describe_training(config, settled) | {
         "memory": describe_memory(plan.memory, 0),
-        "memory_otherwise": plan.memory_otherwise,
         "micro_batch_size": plan.config.train.micro_batch_size,
         "time": {
             "on": f"{world_size:,} x {accelerator.name}{sharded}",
@@ -71,7 +71,7 @@ def format_speed(time: dict[str, Any]) -> list[str]:
     if time["ranks"] == 1:
         return [fits, f"{speed}, {compute}"]
     collectives = [
-        f"{format_si(size)}B {kind.replace('_', '-').removesuffix('e')}ed"  # all-gathered
+        f"{format_bytes(size)} {kind.replace('_', '-').removesuffix('e')}ed"  # all-gathered
         for kind, size in time["collectives"].items()
     ]
     return [

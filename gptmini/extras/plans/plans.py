@@ -60,7 +60,6 @@ class RankPlan:
 
     config: Config  # of the rank, with its rows of a step and of a pass
     memory: Memory
-    memory_otherwise: int  # the peak with gradient checkpointing switched
     traffic: dict[str, int]
     bandwidth: float
     compute_seconds: float
@@ -113,7 +112,6 @@ def plan_rank(
         config = fitting[-1] if fitting else candidates[0]
     else:
         config = _with_rows(config, rows, train.micro_batch_size or rows)
-    otherwise = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
     traffic = compute_traffic(config, world_size, shard)
     flops = cost.count_training_flops(config.model, config.seq_len, train.gradient_checkpointing)
     peak = accelerator.teraflops * 1e12 * accelerator.utilization
@@ -123,7 +121,6 @@ def plan_rank(
     return RankPlan(
         config=config,
         memory=compute_memory(config, shards),
-        memory_otherwise=compute_memory(otherwise, shards).peak,
         traffic=traffic,
         bandwidth=bandwidth,
         compute_seconds=flops * rows * config.seq_len / peak,
