@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gptmini.extras.plans import accelerators, plans, report
+from gptmini.extras.plans import plans, report
 from gptmini.plan.cost import Memory
 from tests.support import SMALL
 
@@ -98,7 +98,7 @@ def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
     assert (time["on"], time["minutes"]) == ("4 x h100, sharded", 4.0)  # 4 steps
     assert time["tokens_per_second"] == pytest.approx(64 / 60)
     assert time["fits"] == fits
-    assert accelerators.format_speed(facts["time"]) == [
+    assert plans.format_speed(facts["time"]) == [
         "the run fits in the 80 GB of one h100",
         "60 s per step, 1 tokens/s, 0 per rank",
         "compute 30 s, at 40% of 989 TFLOP/s",
