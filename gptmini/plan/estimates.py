@@ -1,10 +1,9 @@
 """Figures by which a run is planned, for each kind of device.
 
-Those of a CPU were measured on one or two cores. Those of an accelerator are estimates, except for
-those of torch.compile.
+Those of a CPU were measured on one or two cores. Those of an accelerator are estimates.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,15 +28,11 @@ class Estimates:
     """Assumptions about a device, for planning.
 
     max_tokens_per_pass: a forward pass of more tokens is no faster; None: as many as fit.
-    compile_speedup: how much faster torch.compile makes a step.
-    compile_seconds: what compiling takes.
     few_epochs, many_epochs: the models that `train.minutes` chooses from, small to large, by
     how often they read the text.
     """
 
     max_tokens_per_pass: int | None
-    compile_speedup: float
-    compile_seconds: float
     few_epochs: tuple[CandidateModel, ...]
     many_epochs: tuple[CandidateModel, ...]
 
@@ -71,14 +66,9 @@ CPU_MANY_EPOCHS = (
 
 CPU = Estimates(
     max_tokens_per_pass=8192,  # more leave the caches
-    compile_speedup=1.15,  # scripts/LOG.md: When does compiling pay on a CPU?
-    compile_seconds=30,
     few_epochs=CPU_FEW_EPOCHS,
     many_epochs=CPU_MANY_EPOCHS,
 )
-
-# Its tiles multiply so fast that what compiling speeds up is a larger share of a step.
-CPU_WITH_AMX = replace(CPU, compile_speedup=1.2, compile_seconds=12)
 
 ACCELERATOR_MODELS = (
     CandidateModel(2, 128, 256, 4096, 1.8),
@@ -91,17 +81,10 @@ ACCELERATOR_MODELS = (
     CandidateModel(24, 1024, 256, 32_768, 1.8),
 )
 
-# Mostly not measured.
 ACCELERATOR = Estimates(
-    max_tokens_per_pass=None,
-    compile_speedup=1.35,  # scripts/LOG.md: What does an H100 say?
-    compile_seconds=20,
-    few_epochs=ACCELERATOR_MODELS,
-    many_epochs=ACCELERATOR_MODELS,
+    max_tokens_per_pass=None, few_epochs=ACCELERATOR_MODELS, many_epochs=ACCELERATOR_MODELS
 )
 
 
 def get_estimates(device: torch.device) -> Estimates:
-    if device.type != "cpu":
-        return ACCELERATOR
-    return CPU_WITH_AMX if torch.cpu._is_amx_tile_supported() else CPU
+    return CPU if device.type == "cpu" else ACCELERATOR

@@ -276,8 +276,6 @@ def settle_compile(plan: Plan) -> Plan:
     seconds = train.steps * machine.estimate_seconds_per_step(plan.config)
     compiles = is_worth_compiling(plan.config, seconds, machine)
     if not plan.request.steps_follow_minutes:
-        if compiles:
-            seconds /= machine.estimates.compile_speedup
         steps = format_count(train.steps, "step")
         say(f"  time      about {format_duration(max(1, seconds))} for {steps}")
     config = plan.config.with_train(compile="on" if compiles else "off")

@@ -43,10 +43,6 @@ MAX_SHARE_OF_TIME_WITH_ONE_THREAD = 0.8
 # Training that takes longer is compiled on a CPU (scripts/LOG.md: When does compiling pay, and how
 # far does one real step correct a prediction?).
 MIN_SECONDS_TO_COMPILE = 300
-# Tokens trained in the time of one that is evaluated: 0.38 and 0.43 (4 x 192 and 2 x 128).
-TRAINED_PER_EVALUATED = 0.4
-# For the sample and the checkpoint that follow an evaluation.
-SECONDS_AFTER_EVALUATION = 0.5
 
 
 @dataclass(frozen=True)
@@ -277,14 +273,6 @@ def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> C
 
 
 # -- the time of a step ----------------------------------------------------------------------------
-
-
-def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
-    """Estimate the time of an evaluation, on `held_out` tokens or `train.eval_tokens` of them."""
-    tokens_read = min(held_out, config.train.eval_tokens or held_out)
-    tokens_per_step = config.train.batch_size * config.seq_len
-    reading = TRAINED_PER_EVALUATED * per_step * tokens_read / tokens_per_step
-    return SECONDS_AFTER_EVALUATION + reading
 
 
 def predict_seconds_per_step(config: Config, compute: Compute) -> float:

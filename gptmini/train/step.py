@@ -60,7 +60,8 @@ def train_step(training: Training) -> dict[str, Any]:
 def _try_compiled(training: Training, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
     """Compute gradients by compiled code for the first time; without it from now on if that fails.
 
-    Takes and returns what `_compute_gradients` does.
+    Takes and returns what `_compute_gradients` does. Of several processes, one that fails ends all:
+    the others may wait for its gradients.
     """
     from gptmini.plan.timing import undo_compiling  # noqa: PLC0415 - an update needs no planning
 
@@ -74,6 +75,9 @@ def _try_compiled(training: Training, tokens: Tensor, targets: Tensor) -> tuple[
     except GptminiError:
         raise
     except Exception as error:  # of the compiler, of its kernels, or of whatever calls them
+        if training.group.world_size > 1:
+            error.add_note("train.compile: off trains without compiled code")
+            raise
         problem = f"it failed ({(str(error).strip() or repr(error)).splitlines()[0]})"
     say(f"  compile   off: {problem}")
     undo_compiling(training.model)

@@ -17,7 +17,6 @@ from gptmini.errors import CheckpointError, shorten
 from gptmini.extras.interop.gguf import import_gguf
 from gptmini.extras.interop.huggingface import (
     INDEX_FILE,
-    PICKLE_SUFFIXES,
     WEIGHTS_FILE,
     check_tokenizer_file,
     list_weight_files,
@@ -131,15 +130,8 @@ def _choose_gguf_file(model: ModelName, snapshot: Snapshot) -> str | None:
             f"has {len(gguf_files)} GGUF files; choose one, as in "
             f"{hub.PREFIX}{model.name}/{gguf_files[0]} (it has {hub.list_some(gguf_files)})"
         )
-    pickles = [name for name in snapshot.files if name.endswith(PICKLE_SUFFIXES)]
-    if pickles:
-        raise snapshot.make_error(
-            f"has only pickles ({hub.list_some(pickles)}), which could run code; convert it with "
-            f"transformers' AutoModelForCausalLM.from_pretrained({model.name!r})"
-            f".save_pretrained(FOLDER), and import FOLDER"
-        )
     all_files = hub.list_some(snapshot.files)
     raise snapshot.make_error(
-        f"has no weights in safetensors or GGUF (it has {all_files}); choose a model "
-        f"for transformers"
+        f"has no weights in safetensors or GGUF (it has {all_files}); choose another, or write "
+        f"them with transformers' save_pretrained"
     )

@@ -317,13 +317,10 @@ def _refuse_pickles(path: Path) -> None:
     pickles = [file for file in candidates if file.suffix in PICKLE_SUFFIXES and file.is_file()]
     if not pickles:
         return
-    remedy = (
-        "convert it with transformers' AutoModelForCausalLM.from_pretrained(...)"
-        ".save_pretrained(...)"
+    raise CheckpointError(
+        f"{min(pickles)}: a pickle, which could run code; write it with transformers' "
+        f"save_pretrained, as docs/coming-from.md shows"
     )
-    if min(pickles).suffix != ".bin":  # of nanoGPT, litgpt and others
-        remedy = "write it with transformers' save_pretrained, as docs/coming-from.md shows"
-    raise CheckpointError(f"{min(pickles)}: a pickle, which could run code; {remedy}")
 
 
 def _match_names(

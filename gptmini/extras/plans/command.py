@@ -75,11 +75,11 @@ def size(
     if accelerator is None:
         facts = estimate_training(settings)
     else:
-        from gptmini.extras.plans import accelerators, plans
+        from gptmini.extras.plans import plans
 
         hardware = plans.find_accelerator(accelerator, utilization, network)
-        facts = accelerators.estimate_on_accelerators(settings, hardware, ranks, shard)
-        speed = accelerators.format_speed(facts["time"])
+        facts = plans.estimate_on_accelerators(settings, hardware, ranks, shard)
+        speed = plans.format_speed(facts["time"])
     print(json.dumps(facts) if as_json else "\n".join(format_report(facts, speed)))
 
 

@@ -5,16 +5,22 @@ in bfloat16, the type of their products, and norms, embeddings and head in float
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from gptmini.config.settings import Config
+from gptmini.console import format_bytes
 from gptmini.errors import ConfigError
+from gptmini.extras.plans.report import describe_memory, describe_training
 from gptmini.machine import Compute
 from gptmini.plan import cost
 from gptmini.plan.cost import Memory
+from gptmini.plan.plan import Plan
+from gptmini.plan.settle import make_plan
 from gptmini.plan.timing import list_equivalent_world_sizes, split_batch
+
+MIN_SECONDS_PER_STEP = 0.01  # a thousand kernels take about as long to start
 
 
 class Accelerator(NamedTuple):
@@ -60,7 +66,6 @@ class RankPlan:
 
     config: Config  # of the rank, with its rows of a step and of a pass
     memory: Memory
-    memory_otherwise: int  # the peak with gradient checkpointing switched
     traffic: dict[str, int]
     bandwidth: float
     compute_seconds: float
@@ -113,7 +118,6 @@ def plan_rank(
         config = fitting[-1] if fitting else candidates[0]
     else:
         config = _with_rows(config, rows, train.micro_batch_size or rows)
-    otherwise = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
     traffic = compute_traffic(config, world_size, shard)
     flops = cost.count_training_flops(config.model, config.seq_len, train.gradient_checkpointing)
     peak = accelerator.teraflops * 1e12 * accelerator.utilization
@@ -123,7 +127,6 @@ def plan_rank(
     return RankPlan(
         config=config,
         memory=compute_memory(config, shards),
-        memory_otherwise=compute_memory(otherwise, shards).peak,
         traffic=traffic,
         bandwidth=bandwidth,
         compute_seconds=flops * rows * config.seq_len / peak,
@@ -195,3 +198,83 @@ def get_collective_bandwidth(accelerator: Accelerator, world_size: int) -> float
         return link
     network = ACCELERATORS_PER_NODE * accelerator.network_gbit_per_second * 1e9 / 8
     return min(link, network)
+
+
+# -- what `gptmini size` prints of them ------------------------------------------------------------
+
+
+def estimate_on_accelerators(
+    requested: Config, accelerator: Accelerator, world_size: int, shard: bool
+) -> dict[str, Any]:
+    """Estimate everything for `world_size` accelerators, as JSON data.
+
+    With `model.vocab_size`, the text is needed only for a tokenizer that is named; without it there
+    are no epochs to count. Setting `train.shard` does the same as `shard`.
+    """
+    shard = shard or (requested.train.shard and world_size > 1)
+    config, settled = _plan_for_accelerators(requested.with_train(shard=shard), world_size)
+    is_micro_batch_open = requested.train.micro_batch_size is None
+    plan = plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
+    tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
+    sharded = ", sharded" if shard else ""
+    return describe_training(config, settled) | {
+        "memory": describe_memory(plan.memory, 0),
+        "micro_batch_size": plan.config.train.micro_batch_size,
+        "time": {
+            "on": f"{world_size:,} x {accelerator.name}{sharded}",
+            "ranks": world_size,
+            "sharded": shard,
+            "minutes": config.train.steps * plan.seconds / 60,
+            "seconds_per_step": plan.seconds,
+            "compute_seconds": plan.compute_seconds,
+            "communication_seconds": plan.communication_seconds,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_rank": tokens_per_second / world_size,
+            "collectives": plan.traffic,
+            "teraflops": accelerator.teraflops,
+            "utilization": accelerator.utilization,
+            "bandwidth": plan.bandwidth,
+            "link": accelerator.link_gb_per_second,
+            "network": accelerator.network_gbit_per_second,
+            "memory": f"the {accelerator.gigabytes} GB of one {accelerator.name}",
+            "fits": plan.memory.peak <= accelerator.gigabytes * 1e9,
+        },
+    }
+
+
+def _plan_for_accelerators(requested: Config, world_size: int) -> tuple[Config, Plan | None]:
+    """Settle what the accelerators leave open; without a plan where no text is needed."""
+    if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
+        model = {"dropout": requested.model.dropout or 0.0}
+        return requested.fill_open({"model": model}), None
+    # The device is not this machine's, and an open micro-batch is left to `plan_rank`.
+    elsewhere = requested.with_train(
+        device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
+    )
+    plan = make_plan(elsewhere, None, dry_run=True, world_size=world_size)
+    return plan.config, plan
+
+
+def format_speed(time: dict[str, Any]) -> list[str]:
+    """Write the speed of accelerators, and what it assumes."""
+    speed = f"{time['seconds_per_step']:.3g} s per step, {time['tokens_per_second']:,.0f} tokens/s"
+    compute = f"at {time['utilization']:.0%} of {time['teraflops']} TFLOP/s"
+    fits = f"the run fits in {time['memory']}"
+    if time["seconds_per_step"] < MIN_SECONDS_PER_STEP:
+        fits = "too small for this estimate: starting its kernels takes longer"
+    if time["ranks"] == 1:
+        return [fits, f"{speed}, {compute}"]
+    collectives = [
+        f"{format_bytes(size)} {kind.replace('_', '-').removesuffix('e')}ed"  # all-gathered
+        for kind, size in time["collectives"].items()
+    ]
+    return [
+        fits,
+        f"{speed}, {time['tokens_per_second_per_rank']:,.0f} per rank",
+        f"compute {time['compute_seconds']:.3g} s, {compute}",
+        f"meanwhile communication {time['communication_seconds']:.3g} s, "
+        f"at {time['bandwidth'] / 1e9:,.0f} GB/s:",
+        ", ".join(collectives),
+        f"({BANDWIDTH_EFFICIENCY:.0%} of {time['link']} GB/s within a machine of "
+        f"{ACCELERATORS_PER_NODE}, {time['network']:g} Gbit/s per rank between)",
+    ]

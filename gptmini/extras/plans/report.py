@@ -11,12 +11,13 @@ from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.console import format_count, format_duration, format_table
+from gptmini.console import format_bytes, format_count, format_duration, format_table
 from gptmini.plan import cost
+from gptmini.plan.minutes import count_evaluation_in_steps
 from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
 from gptmini.plan.settle import make_plan
-from gptmini.plan.timing import Machine, estimate_evaluation_seconds, is_worth_compiling
+from gptmini.plan.timing import Machine, is_worth_compiling
 
 INDENT = " " * 12
 
@@ -48,7 +49,6 @@ def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
     return {
         "parameters": {"all": count} | cost.count_parameters_by_part(model),
         "flops_per_token": {"forward": sum(forward_flops.values()), "training": training_flops},
-        "checkpointing": train.gradient_checkpointing,
         "cache": [_describe_cache(model, n) for n in divisors],
         "tokens": tokens,
         "steps": train.steps,
@@ -82,7 +82,6 @@ def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
     compute = plan.machine.compute
     train = config.train
     memory = cost.estimate_memory(config, compute)
-    otherwise = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
     program = machine.get_resident_memory(compute.device)
     if memory.peak > plan.machine.get_total_memory():
         time = {"memory": f"the memory of this machine, {compute.device.type}", "fits": False}
@@ -90,7 +89,6 @@ def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
         time = _estimate_time(config, plan.corpus.held_out, plan.machine)
     return {
         "memory": describe_memory(memory, program),
-        "memory_otherwise": cost.estimate_memory(otherwise, compute).peak + program,
         "micro_batch_size": train.micro_batch_size,
         "time": time,
     }
@@ -100,16 +98,12 @@ def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, An
     """Estimate how long training takes, with its evaluations."""
     train = config.train
     per_step = here.estimate_seconds_per_step(config)
-    per_evaluation = estimate_evaluation_seconds(config, per_step, held_out)
+    per_evaluation = per_step * count_evaluation_in_steps(config, held_out)
     evaluations = math.ceil(train.steps / train.eval_every)
     if config.base.run is not None:
         evaluations += 1  # of the base, before the first step
     compiled = is_worth_compiling(config, per_step * train.steps, here)
-    seconds = evaluations * per_evaluation
-    if compiled:
-        per_step /= here.estimates.compile_speedup
-        seconds += here.estimates.compile_seconds
-    seconds += train.steps * per_step
+    seconds = evaluations * per_evaluation + train.steps * per_step
     return {
         "on": f"this machine, {here.compute.device.type}",
         "seconds_per_step": per_step,
@@ -126,30 +120,22 @@ def _estimate_time(config: Config, held_out: int, here: Machine) -> dict[str, An
 def format_report(facts: dict[str, Any], speed: list[str] | None = None) -> list[str]:
     """Write the estimates for people, in lines; `speed` are those of another machine than this."""
     parts = facts["parameters"]
-    flops = {name: f"{format_si(n)}FLOP" for name, n in facts["flops_per_token"].items()}
-    mib = {name: _format_mib(size) for name, size in facts["memory"].items()}
+    mflop = {name: f"{n / 1e6:,.1f} MFLOP" for name, n in facts["flops_per_token"].items()}
+    memory = {name: format_bytes(size) for name, size in facts["memory"].items()}
     optimal = facts["tokens"]["compute_optimal"]
     time = facts["time"]
-    otherwise = "without" if facts["checkpointing"] else "with"
     rank = " per rank" if time.get("ranks", 1) > 1 else ""
-    more = "" if "ranks" in time else f", program {mib['program']}"
+    more = "" if "ranks" in time else f", program {memory['program']}"
     return f"""\
 {_format_parameters(parts)}
-compute     {flops["training"]} per token, {flops["forward"]} of it forward
-memory      about {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch_size"]}
-            weights {mib["weights"]}, gradients {mib["gradients"]}, optimizer {mib["optimizer"]}
-            activations {mib["activations"]}{more}
-            {otherwise} gradient checkpointing {_format_mib(facts["memory_otherwise"])} MiB
+compute     {mflop["training"]} per token, {mflop["forward"]} of it forward
+memory      about {memory["peak"]}{rank} at the peak, micro-batch {facts["micro_batch_size"]}
+            weights {memory["weights"]}, gradients {memory["gradients"]}
+            optimizer {memory["optimizer"]}, activations {memory["activations"]}{more}
 {_format_caches(facts["cache"])}
 data        {_format_tokens(facts)}
             compute-optimal: {optimal:,}, 20 per parameter (Hoffmann 2022)
 time        {_format_time(facts, speed or [])}""".splitlines()
-
-
-def _format_mib(size: float) -> str:
-    """Write bytes in MiB: whole ones, but of a small model also tenths."""
-    mib = size / 2**20
-    return f"{mib:,.0f}" if mib >= 10 else f"{mib:.1f}"
 
 
 def _format_parameters(parts: dict[str, int]) -> str:
@@ -207,13 +193,3 @@ def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
 
 def _join_lines(lines: Iterable[str]) -> str:
     return f"\n{INDENT}".join(lines)
-
-
-def format_si(number: float) -> str:
-    """Write a number with three digits and an SI prefix."""
-    prefixes = ["", "k", "M", "G", "T"]
-    power = min(int(math.log10(max(number, 1)) // 3), len(prefixes) - 1)
-    if power == 0:
-        return f"{number:.3g} "
-    digits = f"{number / 1000**power:#.3g}".rstrip(".")
-    return f"{digits} {prefixes[power]}"

@@ -56,11 +56,11 @@ def copies(
 def _mark(found: "Copies") -> Iterator[str]:
     """Yield the text with what is copied in colour."""
     at = 0
-    for start, end in found.stretches:
-        yield console.escape_control_characters(found.text[at:start])
-        copied = console.escape_control_characters(found.text[start:end])
+    for copy in found.copies:
+        yield console.escape_control_characters(found.text[at : copy.start])
+        copied = console.escape_control_characters(found.text[copy.start : copy.end])
         yield f"{MARK}{copied}{console.UNMARK}"
-        at = end
+        at = copy.end
     yield console.escape_control_characters(found.text[at:])
 
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from gptmini.config.load import DEFAULT_CONFIG_FILE, load_config, validate
 from gptmini.config.settings import Config, TrainConfig
-from gptmini.console import format_duration
 from gptmini.data.corpus import prepare_corpus
 from gptmini.model.optim import compute_learning_rate
-from gptmini.plan import cost, estimates, minutes, recipe, timing
+from gptmini.plan import cost, estimates, minutes, recipe
 from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
@@ -149,7 +148,7 @@ def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds,
     plan = planned(Config(), seconds, held_out=held_out)
     of_a_token = 6 * cost.count_parameters(plan.model) / 1e11
     read = plan.train.eval_tokens or held_out
-    reading = of_a_token * read * timing.TRAINED_PER_EVALUATED
+    reading = of_a_token * read * minutes.TRAINED_PER_EVALUATED
     sample = of_a_token * minutes.TRAINED_PER_SAMPLE
     count = math.ceil(plan.train.steps / plan.train.eval_every)
     evaluations = count * (reading + sample)
@@ -157,7 +156,7 @@ def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds,
     assert count == 1 or evaluations < seconds / 20
     assert count in (1, 10) or evaluations > seconds / 40
     assert plan.train.save_every <= math.ceil(plan.train.steps / 3)  # even if it evaluates once
-    if of_a_token * held_out * timing.TRAINED_PER_EVALUATED <= seconds / 10:
+    if of_a_token * held_out * minutes.TRAINED_PER_EVALUATED <= seconds / 10:
         assert plan.train.eval_tokens is None
     else:  # a power of two
         assert read & (read - 1) == 0
@@ -330,8 +329,8 @@ def test_a_planned_width_fits_stated_heads():
 def test_minutes_that_are_too_short_are_said_to_be(capsys):
     assert planned(Config().with_train(minutes=0.001), 0.06).train.steps == 1
     assert capsys.readouterr().err.splitlines() == [
-        "warning: train.minutes: too short for this machine: about 1 step, too few to learn from; "
-        "use more minutes or a smaller model"
+        "warning: train.minutes: too short for this machine: about 1 step, 0.0% of the text; use "
+        "more minutes or a smaller model"
     ]
 
 
@@ -342,10 +341,7 @@ def test_minutes_that_are_too_short_for_a_base_are_said_to_be(capsys):
     read = plan.train.steps * plan.train.batch_size * plan.seq_len / 1e6
     steps = f"about {plan.train.steps} steps, {read:.1%} of the text"
     said = capsys.readouterr().err
-    assert f"too short for this base on this machine: {steps}; reading all of it takes" in said
-    passes = cost.count_training_flops(plan.model, plan.seq_len) / 1e11
-    seconds = 1e6 * (passes + 0.5 / (plan.train.batch_size * plan.seq_len))  # 0.5 s for an update
-    assert said.endswith(f"takes about {format_duration(seconds)}\n")
+    assert f"too short for this machine: {steps}; use more minutes" in said
 
 
 def test_all_that_took_time_counts():

@@ -16,6 +16,7 @@ from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, loop, step
+from gptmini.train.group import Group
 from gptmini.train.state import Training
 from tests.support import prepared, tiny, train
 
@@ -180,3 +181,23 @@ def test_gradients_that_overflow_at_any_scale_are_divergence(start, monkeypatch)
     with pytest.raises(DivergedError, match=r"loss 5\.\d+, gradient norm (nan|inf)"):
         loop.train_step(training)
     assert training.progress.loss_scale == 1
+
+
+def test_compiling_that_fails_on_one_of_several_processes_is_not_made_good(start):
+    """Passes of one process alone would add to sums that the others do not make."""
+    training = start("float32")
+    training.config = training.config.with_train(compile="on")
+    training.group = Group(rank=1, world_size=2)
+    n_passes = 0
+
+    def fail(*_: Any) -> torch.Tensor:
+        nonlocal n_passes
+        n_passes += 1
+        raise RuntimeError("no C++ compiler")
+
+    training.compute_loss = fail
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler") as caught:
+        step.train_step(training)
+    assert n_passes == 1
+    assert "train.compile: off" in caught.value.__notes__[0]
+    assert training.config.train.compile == "on"

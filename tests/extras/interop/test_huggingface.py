@@ -519,7 +519,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         tensors(lambda t: t.update({f"module.{NAME}": t[NAME] + 1})),
         "stored twice",
     ),
-    "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; convert it"),
+    "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; write it"),
     "a checkpoint of nanoGPT": (of_nanogpt, "ckpt.pt: a pickle, which could run code; "),
     "a pointer": (
         lambda f: (f / "model.safetensors").write_text(POINTER),

@@ -59,9 +59,6 @@ def test_shards_divide_weights_and_state_and_gather_two_blocks():
     kept = 2 * 64 * cost.count_bytes_kept_per_token(config, plans.COMPUTE)
     matrices, others = plans.count_gathered(config)
     assert shared.activations == kept + 2 * 6 * matrices // 4 + 8 * others
-    again = config.with_train(gradient_checkpointing=True)
-    otherwise = plans.plan_rank(again, H100, 4, shard=True).memory.peak
-    assert plans.plan_rank(config, H100, 4, shard=True).memory_otherwise == otherwise
     wide = config_of(8, d_model=512, train={"micro_batch_size": 1})  # most is Muon's temporaries
     by_adamw = wide.with_train(optimizer="adamw")
     by_muon = plans.compute_memory(wide, 1).activations
@@ -96,7 +93,6 @@ def test_a_step_takes_the_longer_of_compute_and_communication(measured):
             64e9 / n * (n - 1) / n / (0.8 * bandwidth)
         )
         assert plan.seconds == plan.communication_seconds > plan.compute_seconds
-        assert plan.memory_otherwise == plan.memory.peak - 100e6
     slow = plans.find_accelerator("H100", 1e-9, 8)
     plan = plans.plan_rank(config, slow, 16)
     assert plan.communication_seconds == pytest.approx(4e9 * 15 / 16 / (0.8 * 8e9))

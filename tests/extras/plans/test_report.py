@@ -95,18 +95,3 @@ def test_a_missing_text_is_named(gptmini):
     code, _, err = gptmini("size", "--data", "nothing.txt")
     assert code == 3
     assert "nothing.txt" in err
-
-
-@pytest.mark.parametrize(
-    ("number", "short"),
-    [
-        (0, "0 "),
-        (999, "999 "),
-        (1234, "1.23 k"),
-        (4.56e9, "4.56 G"),
-        (7.8e15, "7.80e+03 T"),
-        (4.5e6, "4.50 M"),
-    ],
-)
-def test_numbers_are_short(number, short):
-    assert report.format_si(number) == short
