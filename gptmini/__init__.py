@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptmini.train.batches import Batches, iter_validation_batches
     from gptmini.train.evaluate_run import evaluate_text as evaluate
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 _HOMES = {  # where each public name lives; after a colon, what it is called there
     # What most people need.
     "fit": "train.api",

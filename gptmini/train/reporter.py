@@ -35,8 +35,8 @@ class Reporter:
     MachineError for a tracker that is not installed or does not start.
     """
 
-    def __init__(self, training: Training) -> None:
-        say_header_lines(training)
+    def __init__(self, training: Training, verbose: bool = False) -> None:
+        say_header_lines(training, verbose)
         self._training = training
         self._log: RunLog | None = None
         if training.group.rank == 0:

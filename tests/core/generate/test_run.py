@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,8 @@ def test_a_run_has_the_weights_of_its_checkpoint_and_generates_with_rounded_ones
     for _ in range(2):  # looking at the model changes no text
         (text,) = run.start(["the "], **settings).finish()
         (other,) = rounded.start(["the "], **settings).finish()
-        if weights == "bfloat16" and find_compiler(*CPP_COMPILERS):
+        is_compiled = find_spec("gptmini.extras") and find_compiler(*CPP_COMPILERS)
+        if weights == "bfloat16" and is_compiled:
             assert text.logprobs == other.logprobs
         for name, tensor in run.model.state_dict().items():
             assert torch.equal(tensor, expected[name]), name

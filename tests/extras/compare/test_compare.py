@@ -192,7 +192,7 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
 
 def test_the_picture_shows_the_figures_of_the_table():
     pytest.importorskip("matplotlib")
-    one, two = variant("a", 2.0, 2.5), variant("b", 4.0, 4.0)
+    one, two = variant("a", 2.0, 2.5), variant("_b", 4.0, 4.0)
     two.cache_bytes = 2048
     history = [(step * 1_000_000, step * 60.0, 9.0 - step) for step in range(8)]
     for run in (*one.runs, *two.runs):
@@ -206,7 +206,7 @@ def test_the_picture_shows_the_figures_of_the_table():
     assert [line.get_color() for line in right.lines] == ["C0", "C0", "C1", "C1"]
     assert right.get_ylim()[1] == pytest.approx(7.5)  # a tenth above the first that is not steep
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    assert [text.get_text().strip() for text in legend.get_texts()] == ["a", "_b"]
     assert left.get_xlabel() == "KV cache at full context (KiB)"
     assert right.get_xlabel() == "tokens seen (millions)"
     assert left.get_ylabel() == "bits per byte"
@@ -214,7 +214,7 @@ def test_the_picture_shows_the_figures_of_the_table():
     (interval,) = below.collections[0].get_segments()
     low, high = found.difference - found.half_width, found.difference + found.half_width
     assert interval[:, 0].tolist() == pytest.approx([low, high])
-    assert [text.get_text() for text in below.get_yticklabels()] == ["b"]
+    assert [text.get_text() for text in below.get_yticklabels()] == ["_b"]
 
 
 def test_a_picture_that_fails_costs_no_table(gptmini, run, monkeypatch):
@@ -242,6 +242,8 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     assert (code, "needs a single configuration" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "--steps", "9")
     assert (code, "--steps: these runs are already trained" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--tune")
+    assert (code, "--tune: these runs are already trained" in err) == (2, True)
     code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
     assert (code, "--split test: needs a test part" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "text.txt")
@@ -336,5 +338,8 @@ def test_a_variant_of_another_text_is_refused_after_its_first_run(text_file, tmp
     ):
         from_python(text_file, variants, "c")
     assert not (tmp_path / "c/c").exists()
+    for wrong in (5, ({}, build_gated), (build_gated,)):
+        with pytest.raises(ConfigError, match=r"a: must be settings, a builder, or \(builder, se"):
+            from_python(text_file, {"a": wrong}, "c")
     with pytest.raises(ConfigError, match=r"wide: model\.d_modle: no such setting; did you mean"):
         from_python(text_file, {"wide": {"model": {"d_modle": 64}}}, "c")
