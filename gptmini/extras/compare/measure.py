@@ -1,15 +1,19 @@
-"""Measures trained runs by what their own files say: losses, logs, settings. Loads no model."""
+"""Measures trained runs by their own files: losses, logs, settings; and by the stories' rules."""
 
 import statistics
 from pathlib import Path
 
+from gptmini.config.settings import Config
 from gptmini.console import quote
+from gptmini.data.formats import STORIES
 from gptmini.errors import CheckpointError, DataError
 from gptmini.extras.compare.variants import RunMeasurement, Variant
+from gptmini.generate.run import load_run
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics, select_numbers
 from gptmini.train.kept_losses import Split, WindowLosses, read_losses
+from gptmini.train.rules import measure_rules
 
 
 def measure_variants(paths: dict[str, list[Path]], split: Split = "validation") -> list[Variant]:
@@ -105,4 +109,14 @@ def _measure_run(run: RunDirectory, losses: WindowLosses, split: Split) -> RunMe
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=seconds[-1] if seconds else 0.0,
         history=select_numbers(lines, "tokens", "seconds", "val_bpb"),
+        rules=_measure_rules(run, config),
     )
+
+
+def _measure_rules(run: RunDirectory, config: Config) -> dict[str, float]:
+    """Measure how often a run on the built-in stories gets right what their rules determine."""
+    is_own = run.load_best(with_model=False).state.get("own_model")
+    if STORIES not in config.data.path or is_own:
+        return {}
+    loaded = load_run(run.path, weights="float32")
+    return {each.rule: each.right for each in measure_rules(loaded.model, loaded.tokenizer)}

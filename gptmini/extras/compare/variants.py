@@ -19,7 +19,8 @@ class RunMeasurement:
 
     Losses are those of its best checkpoint, on the held-out part `split`, or less where it is not
     `whole`, in windows of `seq_len` tokens that lie side by side. `history` has tokens seen,
-    seconds and bits per byte at each evaluation during training.
+    seconds and bits per byte at each evaluation during training. `rules` has, for runs on the
+    built-in stories, the share of each rule's places that are right.
     """
 
     path: str
@@ -36,6 +37,7 @@ class RunMeasurement:
     tokens_per_second: float | None
     seconds: float
     history: list[tuple[int, float, float]]
+    rules: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -142,6 +144,9 @@ def format_comparison(variants: list[Variant], as_markdown: bool = False) -> str
     bullet = "- " if as_markdown else ""
     lines = [console.format_table(build_rows(variants), as_markdown), ""]
     lines += [bullet + line for line in describe_table(variants)]
+    if any(variant.runs[0].rules for variant in variants):
+        lines += ["", console.format_table(build_rule_rows(variants), as_markdown), ""]
+        lines += [f"{bullet}rules: % of the words that a rule of the stories determines are right"]
     if variants[0].by_rate:
         lines += ["", console.format_table(build_rate_rows(variants), as_markdown), ""]
         lines += [f"{bullet}x: times the planned rates; bits/byte of one seed, validation part"]
@@ -163,6 +168,17 @@ def describe_table(variants: list[Variant]) -> list[str]:
     if any(len(variant.runs) > 1 for variant in variants):
         lines.append("±: standard deviation over seeds")
     return lines
+
+
+def build_rule_rows(variants: list[Variant]) -> list[list[str]]:
+    """Return how often each rule of the stories is followed, in %, under a row of headings."""
+    names = list(next(variant.runs[0].rules for variant in variants if variant.runs[0].rules))
+    rows = [["rules", *names]]
+    for variant in variants:
+        shares = {name: [run.rules[name] for run in variant.runs if run.rules] for name in names}
+        cells = [f"{100 * mean(each):.0f}" if each else "" for each in shares.values()]
+        rows.append([variant.name, *cells])
+    return rows
 
 
 def build_rate_rows(variants: list[Variant]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from gptmini.errors import CheckpointError, DataError
 from gptmini.extras.compare.measure import measure_variants
+from gptmini.extras.compare.variants import build_rule_rows, format_comparison
 from gptmini.runs.directory import RunDirectory
+from gptmini.train import rules
 from tests.support import tiny, train
 
 
@@ -95,3 +98,16 @@ def test_a_run_without_losses_is_told_how_to_measure_them(text_file, tmp_path, g
     assert gptmini("evaluate", str(one))[0] == 0
     assert json.loads(file.read_text())["step"] == before["step"]
     assert gptmini("compare", str(one))[0] == 0
+
+
+def test_runs_on_the_stories_say_which_rules_they_have_learnt(text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(rules, "N_STORIES", 3)
+    told = trained(text_file, tmp_path / "told", data={"path": "builtin:stories"})
+    (variant,) = measure_variants({"a": [told]})
+    assert all(0 <= share <= 1 for share in variant.runs[0].rules.values())
+    other = replace(variant, name="b", runs=[replace(variant.runs[0], rules={})])
+    both = replace(variant, runs=[replace(variant.runs[0], rules={"name": n / 2}) for n in (1, 2)])
+    assert build_rule_rows([other, both]) == [["rules", "name"], ["b", ""], ["a", "75"]]
+    assert "75" in format_comparison([both, other])
+    plain = trained(text_file, tmp_path / "plain")
+    assert measure_variants({"a": [plain]})[0].runs[0].rules == {}
