@@ -1,1 +1,1 @@
-"""Tests: one folder for each room of gptmini, and promises, stress, READMEs and scripts."""
+"""Tests: one folder for each folder of gptmini, and promises, stress, READMEs and scripts."""

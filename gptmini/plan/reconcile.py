@@ -169,9 +169,7 @@ def check_same_request(resumed: Resumed) -> None:
     path = resumed.run.path
     base = resumed.new.base.run
     if base is not None and Path(base).resolve() == path.resolve():
-        raise ConfigError(
-            f"{path}: is the base itself, which is never written to; choose another --out"
-        )
+        raise ConfigError(f"{path}: is the base itself; choose another --out")
     old = _collect_stated(resumed.old)
     new = _collect_stated(resumed.new)
     resolved = dict(iter_settings(resumed.resolved.model_dump()))

@@ -82,7 +82,7 @@ def test_columns_are_aligned_on_a_terminal_where_some_characters_take_two():
     ]
 
 
-def test_a_strangers_text_reaches_no_terminal_unescaped(capsys):
+def test_foreign_text_reaches_no_terminal_unescaped(capsys):
     console.say("a file \x1b[31m\x07.txt\nerror: none of ours")
     console.warn("its template says \x1b]0;owned\x07")
     assert capsys.readouterr().err == (

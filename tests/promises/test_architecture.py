@@ -1,8 +1,8 @@
-"""The layout of the package: rooms whose imports point one way, guests, and what never loads.
+"""The layout of the package: folders whose imports point one way, parts, and what never loads.
 
-A room is a folder of gptmini/. It imports only the rooms listed before it, in the order in which
-docs/reading-the-code.md describes them. A guest is a folder of gptmini/extras/: only the doors
-load it, and it knows no other guest. Its command.py is a command, as the files of cli/ are; cli/app
+A folder of gptmini/ imports only the folders listed before it, in the order in which
+docs/reading-the-code.md describes them. A part is a folder of gptmini/extras/: only a few functions
+load it, and it knows no other part. Its command.py is a command, as the files of cli/ are; cli/app
 registers those that are there. A new file needs no entry here.
 """
 
@@ -20,7 +20,7 @@ import gptmini
 
 PACKAGE = Path(__file__).parents[2] / "gptmini"
 GROUND = {"errors", "files", "console", "machine", "doors"}  # the modules directly in gptmini/
-ROOMS = [
+FOLDERS = [
     "",  # the ground
     "config",
     "tokenizer",
@@ -32,7 +32,7 @@ ROOMS = [
     "train",
     "cli",
 ]
-GUESTS = [
+PARTS = [
     "extras.engine",
     "extras.parallel",
     "extras.page",
@@ -43,9 +43,9 @@ GUESTS = [
     "extras.plans",
     "extras.plots",
 ]
-# The only functions outside of guests that import a guest: the file of each, its name, the guest.
-# Where the guest is deleted, each says in a line what is missing, or does without.
-GUEST_DOORS = {
+# The only functions outside of parts that import a part: the file of each, its name, the part.
+# Where the part is deleted, each says in a line what is missing, or does without.
+LOADERS = {
     ("doors", "load_pages", "extras.page"),
     ("doors", "load_plots", "extras.plots"),
     ("generate.engine", "open_engine", "extras.engine"),
@@ -53,9 +53,9 @@ GUEST_DOORS = {
     ("tokenizer.load", "_adopt_file", "extras.interop"),
     ("train.group", "join_group", "extras.parallel"),
 }
-# The public names whose home is a guest; `gptmini/__init__.py` imports it when one is first used.
-GUEST_NAMES = {"compare", "export_run", "import_model"}
-DOORS = {  # the only modules that import a library
+# The public names whose home is a part; `gptmini/__init__.py` imports it when one is first used.
+PART_NAMES = {"compare", "export_run", "import_model"}
+IMPORTERS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
     "pydantic_core": {"config.section"},
     "yaml": {"config.yamlfile"},
@@ -108,21 +108,21 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def room_of(name: str) -> str:
+def folder_of(name: str) -> str:
     """`generate` for generate.engine, `extras.serve` for extras.serve.server."""
     parts = name.split(".")[:-1]
     return ".".join(parts[:2]) if parts[:1] == ["extras"] else "".join(parts[:1])
 
 
 def is_command(name: str) -> bool:
-    return room_of(name) == "cli" or name.endswith(".command")
+    return folder_of(name) == "cli" or name.endswith(".command")
 
 
 SOURCES = {name_of(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 FILES = [name for name in TREES if not name.endswith(("__init__", "__main__"))]
 for name in FILES:
-    if room_of(name) in ("config", "tokenizer", "data"):
+    if folder_of(name) in ("config", "tokenizer", "data"):
         NEVER_LOADS[f"gptmini.{name}"] = ["torch", "gptmini.model"]
 
 
@@ -154,64 +154,64 @@ def imported_files(name: str) -> set[str]:
     return imported_files_of(TREES[name])
 
 
-def test_every_file_is_in_a_room():
-    assert {name for name in FILES if room_of(name) == ""} == GROUND
-    assert {room_of(name) for name in FILES} == {*ROOMS, *GUESTS}
+def test_every_file_is_in_a_folder():
+    assert {name for name in FILES if folder_of(name) == ""} == GROUND
+    assert {folder_of(name) for name in FILES} == {*FOLDERS, *PARTS}
 
 
-def test_the_rooms_are_described_in_their_order():
+def test_the_folders_are_described_in_their_order():
     page = (PACKAGE.parent / "docs" / "reading-the-code.md").read_text()
-    order = [*ROOMS[1:], *(guest.replace(".", "/") for guest in GUESTS)]
+    order = [*FOLDERS[1:], *(part.replace(".", "/") for part in PARTS)]
     assert re.findall(r"^\| `([\w/]+)/` \|", page, re.MULTILINE) == order
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_room_imports_only_rooms_before_it_and_only_doors_load_guests(name):
-    room = room_of(name)
-    if room in GUESTS:
-        allowed = [*(ROOMS if is_command(name) else ROOMS[:-1]), room]
+def test_a_folder_imports_only_folders_before_it_and_a_few_functions_load_parts(name):
+    folder = folder_of(name)
+    if folder in PARTS:
+        allowed = [*(FOLDERS if is_command(name) else FOLDERS[:-1]), folder]
     else:
-        allowed = ROOMS[: ROOMS.index(room) + 1]
-    allowed += [guest for file, _, guest in GUEST_DOORS if file == name]
-    assert {file for file in imported_files(name) if room_of(file) not in allowed} == set()
+        allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+    allowed += [part for file, _, part in LOADERS if file == name]
+    assert {file for file in imported_files(name) if folder_of(file) not in allowed} == set()
 
 
-def test_the_core_meets_its_guests_at_doors():
+def test_the_core_meets_its_parts_in_few_functions():
     """Imports for annotations aside, which never run."""
-    doors = set()
+    loaders = set()
     for name in FILES:
-        if room_of(name) in GUESTS:
+        if folder_of(name) in PARTS:
             continue
         for node in ast.walk(TREES[name]):
             if isinstance(node, ast.FunctionDef):
-                guests = {room_of(file) for file in imported_files_of(node)} & {*GUESTS}
-                doors |= {(name, node.name, guest) for guest in guests}
-    assert doors == GUEST_DOORS
+                parts = {folder_of(file) for file in imported_files_of(node)} & {*PARTS}
+                loaders |= {(name, node.name, part) for part in parts}
+    assert loaders == LOADERS
     homes = gptmini._HOMES.items()
-    assert {name for name, home in homes if home.startswith("extras.")} == GUEST_NAMES
+    assert {name for name, home in homes if home.startswith("extras.")} == PART_NAMES
 
 
-@pytest.mark.parametrize("room", [*ROOMS, *GUESTS])
-def test_a_room_has_no_circles(room):
+@pytest.mark.parametrize("folder", [*FOLDERS, *PARTS])
+def test_a_folder_has_no_circles(folder):
     graph = {
-        name: {file for file in imported_files(name) if room_of(file) == room}
+        name: {file for file in imported_files(name) if folder_of(file) == folder}
         for name in FILES
-        if room_of(name) == room
+        if folder_of(name) == folder
     }
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("room", [*ROOMS[1:], "extras", *GUESTS])
-def test_a_room_begins_with_a_docstring_and_nothing_else(room):
-    (only,) = TREES[f"{room}.__init__"].body
+@pytest.mark.parametrize("folder", [*FOLDERS[1:], "extras", *PARTS])
+def test_a_folder_begins_with_a_docstring_and_nothing_else(folder):
+    (only,) = TREES[f"{folder}.__init__"].body
     assert isinstance(only, ast.Expr)
-    assert ast.get_docstring(TREES[f"{room}.__init__"])
+    assert ast.get_docstring(TREES[f"{folder}.__init__"])
 
 
 def test_the_model_knows_only_its_settings_and_its_errors():
     for name in FILES:
-        if room_of(name) == "model":
-            others = {file for file in imported_files(name) if room_of(file) != "model"}
+        if folder_of(name) == "model":
+            others = {file for file in imported_files(name) if folder_of(file) != "model"}
             assert others <= {"config.settings", "errors"}, name
             libraries = {dotted.split(".")[0] for dotted in imports(name)} - {"gptmini"}
             assert libraries <= {"torch", "math", "copy", "typing", "contextlib", "collections"}
@@ -222,21 +222,21 @@ def test_mechanisms_are_for_readers_and_tests():
     assert not users
 
 
-@pytest.mark.parametrize("library", DOORS)
-def test_each_library_has_its_doors(library):
+@pytest.mark.parametrize("library", IMPORTERS)
+def test_each_library_has_its_importers(library):
     users = {
         name
         for name in FILES
         for dotted in imports(name)
         if library in dotted.split(".") and not dotted.startswith("gptmini")
     }
-    assert users == DOORS[library]
+    assert users == IMPORTERS[library]
 
 
 def test_the_server_stands_on_generating_alone():
-    serving = [name for name in FILES if room_of(name) == "extras.serve" and not is_command(name)]
-    rooms = {room_of(file) for name in serving for file in imported_files(name)}
-    assert rooms <= {"", "config", "generate", "extras.serve"}
+    serving = [name for name in FILES if folder_of(name) == "extras.serve" and not is_command(name)]
+    folders = {folder_of(file) for name in serving for file in imported_files(name)}
+    assert folders <= {"", "config", "generate", "extras.serve"}
 
 
 @pytest.mark.parametrize("others", {tuple(others): None for others in NEVER_LOADS.values()})

@@ -212,7 +212,7 @@ def test_training_follows_that_of_the_cpu(dtype, tolerance, optimizer, tmp_path)
         {"variant": "gqa", "n_kv_head": 2, "window": 8},
     ],
 )
-def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_path):
+def test_greedy_texts_are_those_of_the_cpu_alone_and_in_a_batch(attention, tmp_path):
     asked = settings(tmp_path, "cpu", {"attention": attention}, steps=60, eval_every=60)
     fit(asked, tmp_path / "run")
     prompts = ["The cat ", "12. The", "", "a text that fills more than the 32 positions of context"]

@@ -262,7 +262,7 @@ def test_half_of_torchruns_variables_are_refused(monkeypatch):
         pass
 
 
-def test_several_processes_without_the_guest_are_refused_in_one_line(monkeypatch):
+def test_several_processes_without_the_folder_are_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "gptmini.extras.parallel", None)
     with pytest.raises(MachineError, match="extras/parallel is not in this copy"), join_group():

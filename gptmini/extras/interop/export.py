@@ -137,9 +137,9 @@ def export_run(
 def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
     """Raise GptminiError if the tokenizer that was read back differs; `out` is in the message."""
     if not tokenizer.special_tokens.items() <= read_back.special_tokens.items():
-        raise GptminiError(f"{out}: not written: special tokens are others there; {REPORT_BUG}")
+        raise GptminiError(f"{out}: not written: special tokens differ there; {REPORT_BUG}")
     if tokenizer.add_bos([]) != read_back.add_bos([]):
-        raise GptminiError(f"{out}: not written: prompts begin otherwise there; {REPORT_BUG}")
+        raise GptminiError(f"{out}: not written: prompts begin differently there; {REPORT_BUG}")
     for text in HARD_TEXTS:
         if SPACE in text and isinstance(tokenizer, CharTokenizer):
             continue  # llama.cpp takes it for a space

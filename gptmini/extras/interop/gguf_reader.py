@@ -293,6 +293,5 @@ def _check_tensors(
         check_tensor_exists(their_name)
     for name in stored.keys() - known:
         raise CheckpointError(
-            f"{path}: tensor {shorten(name)}: a {architecture} has none; this is another "
-            f"architecture, which gptmini does not have"
+            f"{path}: tensor {shorten(name)}: unknown in a {architecture}; choose another model"
         )

@@ -349,8 +349,7 @@ def _match_names(
     for name in stored.keys() - names.values() - {HEAD_NAME}:  # which equals the embeddings
         if not IGNORED_TENSORS.fullmatch(name) and not name.endswith("o_proj.bias"):
             raise CheckpointError(
-                f"{folder}: tensor {shorten(name)}: a {model_type} has none; this is another "
-                f"architecture, which gptmini does not have"
+                f"{folder}: tensor {shorten(name)}: unknown in a {model_type}; choose another model"
             )
     return names
 

@@ -76,8 +76,8 @@ class Ranks(Group):
             return
         if f"{device.type}:" not in dist.get_backend_config():
             raise MachineError(
-                f"--device {device.type}: several processes cannot train on it here, for want of "
-                f"NCCL or XCCL; start a single one, or use --device cpu"
+                f"--device {device.type}: several processes need NCCL or XCCL; start a single one, "
+                f"or use --device cpu"
             )
         count = torch.accelerator.device_count()
         # A rank that sees a single one has it for itself: Slurm can hide those of the others.

@@ -61,7 +61,7 @@ class Completion:
         self.sample = self._build_sample_config(run, fields, data)
         _require(
             self.sample.max_new_tokens <= limits.max_tokens,
-            f"max_tokens: must be at most {limits.max_tokens}; send what came as a new prompt",
+            f"max_tokens: must be at most {limits.max_tokens}; continue in another request",
         )
         self.stream = fields["stream"]
         self.include_usage = fields["stream_options"].get("include_usage", False)

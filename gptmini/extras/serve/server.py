@@ -164,7 +164,7 @@ class Server:
                     401, "api key: missing or wrong; send Authorization: Bearer and the key"
                 )
             if not _is_same_origin(request.headers):
-                raise HTTPException(403, "origin: a page of another site may not use this server")
+                raise HTTPException(403, "origin: pages of other sites are refused")
             return await handler(request)
 
         return guarded
@@ -250,7 +250,7 @@ class Server:
             async with asyncio.timeout(self.limits.prepare_seconds):
                 return await self._preparing.run(prepare)
         except TimeoutError:
-            problem = "prompt: took too long to become tokens; shorten it, or try again later"
+            problem = "prompt: tokenizing took too long; shorten it, or try again later"
             raise HTTPException(503, problem, {"x-should-retry": "false"}) from None
 
     async def _read_in_time(self, request: Request) -> bytes:
@@ -534,7 +534,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises MachineError if the address is taken or does not exist.
     """
     if not host:  # to the system, every address of this machine
-        raise ConfigError("--host: must not be empty; 127.0.0.1 is this machine, 0.0.0.0 all of it")
+        raise ConfigError("--host: empty; 127.0.0.1 is this machine, 0.0.0.0 every interface")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family)

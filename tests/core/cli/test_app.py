@@ -188,7 +188,7 @@ def test_a_name_in_a_table_ends_no_line_and_turns_no_text():
     assert table.splitlines()[1:] == ["a\\x1b[2J\\nb\\tc\\u202ed\\u2028     1"]
 
 
-def test_a_page_of_a_deleted_guest_says_so(gptmini, monkeypatch, run: str):
+def test_a_page_of_a_deleted_folder_says_so(gptmini, monkeypatch, run: str):
     loaded = [name for name in sys.modules if name.startswith("gptmini.extras.")]
     for name in ("gptmini.extras", "gptmini.extras.page", *loaded):
         monkeypatch.setitem(sys.modules, name, None)

@@ -130,7 +130,7 @@ def test_a_file_name_that_leaves_the_cache_is_not_read(gptmini, local_hub: Local
         expect_one_line(gptmini("train", f"hf:{NAME}/{name}", *BYTES), 5, "Invalid filename")
 
 
-def test_names_of_strangers_do_not_reach_the_terminal_raw(gptmini, local_hub: LocalHub):
+def test_foreign_names_do_not_reach_the_terminal_raw(gptmini, local_hub: LocalHub):
     local_hub.add(NAME, {"\x1b[31m.json": b"", "\x07.png": b""}, "dataset")
     code, _, err = gptmini("train", f"hf:{NAME}", *BYTES)
     assert code == 3

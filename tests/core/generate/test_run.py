@@ -367,9 +367,9 @@ def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
         assert text.tokens[0] not in tokenizer.end_tokens
 
 
-def test_without_the_guest_that_finds_copies_a_line_says_so(run: Run, monkeypatch):
+def test_without_the_folder_that_finds_copies_a_line_says_so(run: Run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gptmini.extras.sources", None)
     with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
         run.find_copies("the ")
-    other = ModuleNotFoundError(name="numpy")  # which the guest needs
+    other = ModuleNotFoundError(name="numpy")  # which the folder needs
     assert explain_missing_part("finding copies", other) is other

@@ -122,7 +122,7 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
         assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
 
 
-def test_sampling_loads_no_model_no_run_and_no_guest():
+def test_sampling_loads_no_model_no_run_and_no_extras():
     check = (
         "import sys, gptmini.generate.sampler as _; "
         "others = ('model', 'extras', 'runs', 'data', 'generate.engine', 'generate.speculative'); "

@@ -1,4 +1,4 @@
-"""The compiled engine gives a text the same bits in every call, batch and company."""
+"""The compiled engine gives a text the same bits in every call and batch."""
 
 import shutil
 import sys
@@ -38,7 +38,7 @@ def test_the_compiled_engine_gives_a_text_the_same_bits_in_every_batch():
 @pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
 @pytest.mark.parametrize("weights", PRECISIONS)
 def test_prompts_and_steps_have_one_arithmetic(weights, attention, monkeypatch):
-    """The bits are the same token by token, in chunks, in calls that cut a prompt, in company."""
+    """The bits are the same token by token, in chunks, in calls that cut a prompt, in batches."""
     for module in (native_engine, torch_engine):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(native_engine, "MAX_CALL_TOKENS", 32)
@@ -226,7 +226,7 @@ def test_a_run_that_only_generates_never_has_its_matrices_in_float32(path: Path,
     assert {weight.dtype for weight in stored.parameters()} == {torch.float32}
 
 
-def test_a_package_that_the_guest_needs_and_lacks_is_no_missing_guest(monkeypatch):
+def test_a_package_that_the_engine_needs_and_lacks_is_no_missing_part(monkeypatch):
     monkeypatch.delitem(sys.modules, "gptmini.extras.engine.door")
     monkeypatch.delattr("gptmini.extras.engine.door")
     monkeypatch.setitem(sys.modules, "ctypes", None)

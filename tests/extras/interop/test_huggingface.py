@@ -537,7 +537,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finite": (tensors(lambda t: t[NAME][3].fill_(torch.nan)), f"{NAME}: has values that are"),
     "a tensor too many": (
         tensors(lambda t: t.update({"model.layers.0.router.weight": torch.ones(2)})),
-        "tensor model.layers.0.router.weight: a llama has none",
+        "tensor model.layers.0.router.weight: unknown in a llama",
     ),
     "a small vocabulary": (config(vocab_size=200), "token 298 is beyond the model's vocabulary"),
     "a large vocabulary": (config(vocab_size=400), f"{EMBEDDING}: (310, 32), but its settings"),
