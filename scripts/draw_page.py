@@ -13,7 +13,7 @@ from gptmini.extras.page.export import export_page
 from gptmini.generate.run import load_run
 
 ROOT = Path(__file__).parents[1]
-PROMPT = "Mia had a red kite, and Ben had a blue drum. Mia liked the drum"
+PROMPT = "Mia had a red kite, and Ben had a blue drum. Mia liked the"
 WIDTH = 1180  # pixels
 
 
