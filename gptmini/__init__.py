@@ -1,4 +1,4 @@
-"""gptmini: turn any text into a GPT that you understand.
+"""gptmini: train a small GPT on your text and look inside.
 
 import gptmini
 run = gptmini.load("runs/stories")
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptmini.train.batches import Batches, iter_validation_batches
     from gptmini.train.evaluate_run import evaluate_text as evaluate
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 _HOMES = {  # where each public name lives; after a colon, what it is called there
     # What most people need.
     "fit": "train.api",
@@ -36,7 +36,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "export_run": "extras.interop.export",
     "import_model": "extras.interop.import_model",
     "compare": "extras.compare.compare",
-    # The parts, for a loop of one's own: scripts/nano.py puts them together.
+    # The parts, for a loop of your own: scripts/nano.py puts them together.
     "Config": "config.settings",
     "ModelConfig": "config.settings",
     "Tokenizer": "tokenizer.tokenizers",
@@ -54,7 +54,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "make_random_number": "generate.filters",
     "sample_token": "generate.filters",
 }
-__all__ = [  # without the guests, which may be missing
+__all__ = [  # without extras/, which may be missing
     "GPT",
     "Attention",
     "Batches",

@@ -49,8 +49,8 @@ def is_interactive() -> bool:
 def say(line: str) -> None:
     """Print a line on stderr, above a progress bar if one is shown.
 
-    It may quote a stranger's text, such as the name of a file: it stays one line, and a terminal
-    does not obey it.
+    It may quote foreign text, such as the name of a file: it stays one line, and a terminal does
+    not obey it.
     """
     if not _silent:
         tqdm.write(escape_line(line), file=sys.stderr)
@@ -219,7 +219,7 @@ def pad(text: str, width: int, to_right: bool = False) -> str:
 def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """Format rows of cells as aligned text, or as a Markdown table; the first row is the header.
 
-    Columns of numbers are aligned to the right. Cells may be names that a stranger chose.
+    Columns of numbers are aligned to the right. Cells may be foreign names.
     """
     rows = [[escape_line(cell) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))

@@ -1,23 +1,23 @@
-"""The doors to parts in extras/ that several others use; each says in a line what is missing."""
+"""Load parts of extras/ that several others use; MachineError where one is not in this copy."""
 
 from types import ModuleType
 
-from gptmini.errors import explain_missing_guest
+from gptmini.errors import explain_missing_part
 
 
 def load_plots() -> ModuleType:
-    """Load what draws pictures; MachineError where it is not in this copy."""
+    """Load what draws pictures."""
     try:
-        from gptmini.extras.plots import plots  # noqa: PLC0415 - a door
+        from gptmini.extras.plots import plots  # noqa: PLC0415 - may be missing
     except ModuleNotFoundError as error:
-        raise explain_missing_guest("pictures", error) from None
+        raise explain_missing_part("pictures", error) from None
     return plots
 
 
 def load_pages() -> ModuleType:
-    """Load what makes a page of a run; MachineError where it is not in this copy."""
+    """Load what makes a page of a run."""
     try:
-        from gptmini.extras.page import export  # noqa: PLC0415 - a door
+        from gptmini.extras.page import export  # noqa: PLC0415 - may be missing
     except ModuleNotFoundError as error:
-        raise explain_missing_guest("pages", error) from None
+        raise explain_missing_part("pages", error) from None
     return export

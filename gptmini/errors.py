@@ -72,14 +72,14 @@ def make_missing_package_error(feature: str, package: str, extra: str) -> Machin
     )
 
 
-def is_missing_guest(error: ModuleNotFoundError) -> bool:
+def is_missing_part(error: ModuleNotFoundError) -> bool:
     """Return whether a part of gptmini is missing, rather than a package that it needs."""
     return f"{error.name}".startswith("gptmini.extras")
 
 
-def explain_missing_guest(feature: str, error: ModuleNotFoundError) -> Exception:
-    """Make the error for a guest that `feature` needs, or return that of a missing package."""
-    if not is_missing_guest(error):
+def explain_missing_part(feature: str, error: ModuleNotFoundError) -> Exception:
+    """Make the error for a part that `feature` needs, or return that of a missing package."""
+    if not is_missing_part(error):
         return error
     folder = f"{error.name}".replace(".", "/")
     return MachineError(f"{feature}: {folder} is not in this copy; restore it")

@@ -212,8 +212,8 @@ def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
         parent = next(each for each in out.parents if os.path.exists(each))
         free = shutil.disk_usage(parent).free
         raise MachineError(
-            f"{out}: could not be written ({describe_os_error(error)}), {free:,} bytes free; make "
-            f"room, or choose another place with --out"
+            f"{out}: could not be written ({describe_os_error(error)}), {free:,} bytes free; "
+            f"choose another place with --out"
         ) from None
 
 

@@ -39,8 +39,8 @@ from gptmini.errors import (
     GptminiError,
     Stopped,
     describe_os_error,
-    explain_missing_guest,
-    is_missing_guest,
+    explain_missing_part,
+    is_missing_part,
 )
 from gptmini.files import IS_WINDOWS
 
@@ -210,8 +210,8 @@ def _explain(error: Exception | Stopped) -> tuple[Sequence[str], int]:
 
 def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure that torch reports, or of one of our own."""
-    if isinstance(error, ModuleNotFoundError) and is_missing_guest(error):
-        return [str(explain_missing_guest("this command", error))], 5
+    if isinstance(error, ModuleNotFoundError) and is_missing_part(error):
+        return [str(explain_missing_part("this command", error))], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
         return ["out of memory; lower train.micro_batch_size, --batch-size or the model's size"], 5
     varying = re.match(r"(\S+) does not have a deterministic implementation", str(error))

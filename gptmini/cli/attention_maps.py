@@ -46,7 +46,7 @@ class AttentionView:
         parts = [
             self.format_table(),
             "previous, first, itself: mean weight on that token, from the second query on;\n"
-            "entropy: how widely a query spreads its weights, in nats",
+            "entropy: spread of the weights of a query; 0 = on one token, 2.1 = on eight alike",
         ]
         if len(self.layers) > 1 or self.head is None:
             parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE_OPTIONS_HINT}")

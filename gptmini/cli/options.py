@@ -132,7 +132,7 @@ def parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> di
 
 
 class Named(NamedTuple):
-    """What a name in the place of CONFIG stands for: a configuration, with its run, or a text."""
+    """The meaning of CONFIG: a configuration, with its run, or a text."""
 
     file: Path | None = None
     run: Path | None = None
@@ -157,7 +157,7 @@ def build_config(
     from gptmini.config import load
 
     if base is not None and name is None and not data:
-        raise ConfigError(f"--from {base}: on which text? add --data PATH")
+        raise ConfigError(f"--from {base}: needs a text; add --data PATH")
     named = resolve(name) if isinstance(name, str) else name or Named()
     if named.text is not None:
         if data:
@@ -227,8 +227,8 @@ def resolve_run(run: Path | None) -> Path:
     near = difflib.get_close_matches(run.name, runs, 1)
     if run.suffix.lower() == ".gguf" or os.path.isfile(run / "config.json"):
         hint = f"make one of a pretrained model: gptmini import {run}"
-    elif near:
-        hint = f"did you mean {runs[near[0]]}?"
+    elif near or is_run(run.parent):
+        hint = f"did you mean {runs[near[0]] if near else run.parent}?"
     elif PRETRAINED_NAME.fullmatch(str(run)) and run.parent != RUNS_FOLDER:
         owner = "" if "/" in str(run) else "openai-community/"
         hint = f"make one of a pretrained model: gptmini import {owner}{run}"
@@ -251,7 +251,8 @@ def choose_out(
         name = re.split("[:@]", name)[1].split("/")[:2][-1]
     parts = Path(name).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # no pattern names a run
-    name = Path(*plain).name.split(".")[0].strip("-") or "text"
+    name = Path(*plain).name.split(".")[0].lower()
+    name = re.sub(r"\W+", "-", name).strip("-") or "text"
     if attention:
         name += f"-{attention.replace(':', '')}"
     if base:

@@ -18,7 +18,7 @@ def list_runs(
 ) -> None:
     """List runs: steps, losses, sizes."""
     for folder in folders or []:
-        if not folder.is_dir():
+        if not folder.exists():
             raise CheckpointError(f"{folder}: no such folder; name one that has runs")
     if not folders:
         folders = [RUNS_FOLDER] if RUNS_FOLDER.is_dir() else []
@@ -39,7 +39,4 @@ def list_runs(
         print(listing.format_runs(runs))
     else:
         say("no run here; train one with gptmini train")
-    print(
-        f"\ncache: {cache}, {format_bytes(cache_size)}; delete it while nothing runs, and "
-        f"gptmini makes again what it needs"
-    )
+    print(f"\ncache: {cache}, {format_bytes(cache_size)}; safe to delete while nothing runs")

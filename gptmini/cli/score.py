@@ -13,6 +13,11 @@ from gptmini.errors import ConfigError
 if TYPE_CHECKING:
     from gptmini.generate.score import Score
 
+COLORS = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
+LEGEND = (
+    "".join(f"{color} {2 * n}+ \x1b[0m" for n, color in enumerate(COLORS)) + " bits of surprise"
+)
+
 
 def score(
     run: RunName = None,
@@ -74,14 +79,12 @@ def _color_tokens(scored: "Score") -> Iterator[str]:
 
     Tokens that share a character have one background, for their surprise together.
     """
-
-    colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
     for numbers, text in scored.iter_characters():
         logprob = sum(scored.logprobs[number] for number in numbers)
         surprise = int(-logprob / 1.386)  # in steps of 2 bits, which are 1.386 nats
-        color = colors[min(surprise, len(colors) - 1)]
+        color = COLORS[min(surprise, len(COLORS) - 1)]
         lines = [escape_control_characters(line) for line in text.split("\n")]
         if color:
             lines = [f"{color}{line}\x1b[0m" if line else "" for line in lines]
         yield "\n".join(lines)
-    yield "\n"
+    yield f"\n{LEGEND}\n"

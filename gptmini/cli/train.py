@@ -19,6 +19,7 @@ from gptmini.cli.options import (
     Threads,
     build_config,
     choose_out,
+    flag,
     option,
     resolve,
     resolve_run,
@@ -49,6 +50,7 @@ def train(
     ),
     threads: Threads = None,
     assignments: Assignments = None,
+    verbose: bool = flag("Also show the recipe and the machine.", "--verbose", "-v"),
 ) -> None:
     """Train a model on a text, or resume a run.
 
@@ -78,7 +80,7 @@ def train(
     is_converted = 0 in RunDirectory(out).list_steps()  # it has weights that it has not learned
     with join_group() as group:
         plan = group.make_plan(settings, RunDirectory(out), started)
-        trained = loop.train(plan, out, group=group)
+        trained = loop.train(plan, out, group=group, verbose=verbose)
     if trained is not None and group.rank == 0:
         _show_sample(trained, is_converted)
 

@@ -161,8 +161,8 @@ def find_request(run: Path) -> Path:
     file = run / "request.yaml"
     if not file.is_file():
         raise ConfigError(
-            f"{run}: imported, or of an older version, so it cannot be resumed; begin a new run "
-            f"with --from {quote(run)}"
+            f"{run}: imported or too old, so it cannot be resumed; begin a new run with "
+            f"--from {quote(run)}"
         )
     return file
 

@@ -37,22 +37,22 @@ def compute_default_d_ff(d_model: int, activation: str) -> int:
 
 
 class AttentionConfig(Section):
-    """How positions attend to each other: H query heads share G key/value heads."""
+    """How positions attend to each other: H query heads share G KV heads."""
 
     variant: Literal["mha", "mqa", "gqa"] = "mha"
-    """Number of key/value heads: mha has one per query head, mqa one for all, gqa n_kv_head."""
+    """KV heads: mha one per query head, mqa one in all, gqa n_kv_head."""
     n_kv_head: Count | None = None
-    """Number of key/value heads of gqa, a divisor of n_head; null for mha and mqa."""
+    """KV heads of gqa, a divisor of n_head; null for mha and mqa."""
     window: Count | None = None
-    """Positions a query sees, its own included: with 64, itself and the 63 before; null: all."""
+    """Positions a query sees, its own included; null: all."""
     full_every: Count | None = None
-    """With a window, every n-th layer still sees all positions; null: none does."""
+    """Let every n-th layer see all positions despite the window; null: none."""
     qkv_bias: bool | None = None
     """Biases in the q, k and v projections (Qwen2); null: same as model.bias."""
     qk_norm: bool = True
     """RMSNorm on each query and key before the position is applied (Qwen3)."""
     weight_dropout: Fraction = 0.0
-    """Dropout of attention weights (GPT-2 has 0.1); above 0, no fused kernel."""
+    """Dropout of attention weights (GPT-2: 0.1); above 0, no fused kernel."""
     backend: Literal["auto", "eager", "sdpa"] = "auto"
     """Kernel: eager (plain) or sdpa (fused); auto: the faster one."""
 
@@ -69,32 +69,31 @@ class ModelConfig(Section):
     """The shape of a GPT; GPT-2 and Llama are both settings of it."""
 
     vocab_size: Count | None = None
-    """Number of different tokens; null: taken from the tokenizer, which must agree."""
+    """Number of different tokens; null: the tokenizer's."""
     n_layer: Annotated[int, Field(ge=1, le=1000)] = 4
     """Number of blocks."""
     n_head: Annotated[int, Field(ge=1, le=1000)] = 4
     """Query heads per attention layer."""
     d_model: Count = 192
-    """Width of the embeddings and of the residual stream between blocks."""
+    """Width of embeddings and residual stream."""
     head_dim: Count = Field(default_factory=lambda data: max(1, data["d_model"] // data["n_head"]))
     """Size of each head; default: d_model / n_head."""
     context_length: Count = 256
-    """Maximum number of tokens the model sees at once, in training and when generating."""
+    """Most tokens the model sees at once."""
     attention: AttentionConfig = AttentionConfig()
     position: Literal["learned", "rope", "alibi", "none"] = "rope"
-    """How the model knows token order: rope rotates queries and keys (Llama), learned adds an
-    embedding per position (GPT-2), alibi makes distant keys weigh less (BLOOM), none leaves it to
-    the causal mask."""
+    """Token order: rope rotates queries and keys (Llama), learned adds an embedding per position
+    (GPT-2), alibi weakens distant keys (BLOOM), none relies on the causal mask."""
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies; raise it for long contexts."""
     rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None
     """Slower rotation, as in Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization; on a CPU layernorm is faster."""
+    """Normalization; layernorm is faster on a CPU."""
     norm_eps: Positive = 1e-5
-    """Added to the variance in norms, against division by zero."""
+    """Added to the variance in norms, to avoid division by zero."""
     activation: Literal["gelu", "swiglu", "relu2"] = "relu2"
-    """Nonlinearity of the MLP; relu2 is the square of ReLU."""
+    """Activation of the MLP; relu2 is ReLU squared."""
     d_ff: Count = Field(
         default_factory=lambda d: compute_default_d_ff(d["d_model"], d["activation"])
     )
@@ -102,11 +101,11 @@ class ModelConfig(Section):
     bias: bool = False
     """Biases in linear layers and layer norms (GPT-2)."""
     tie_embeddings: bool = True
-    """Share one matrix between the token embedding and the output head; left out, Muon shares it
-    only where the risk of overfitting (docs/training.md) is high."""
+    """Share one matrix between token embedding and output head; default: true, with Muon only on
+    small texts."""
     dropout: Annotated[float, Field(ge=0, le=255 / 256)] | None = None
-    """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2
-    for small texts, else 0."""
+    """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2 on small
+    texts, else 0."""
 
     @property
     def n_kv_head(self) -> int:
@@ -158,11 +157,10 @@ class TokenizerConfig(Section):
     """How text becomes tokens."""
 
     kind: str = "auto"
-    """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
-    gpt2; or a saved tokenizer (.json), ours or Hugging Face's. auto: bpe, or byte for less than
-    40 KB to train on."""
+    """byte, char or bpe, learned from the text; a tiktoken encoding such as gpt2; or a saved
+    tokenizer (.json), ours or Hugging Face's. auto: bpe, or byte below 40 KB of training text."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
-    """Number of tokens of a bpe tokenizer; null: chosen for the text, the model and the minutes."""
+    """Size of the vocabulary of bpe; null: chosen for text, model and minutes."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":
@@ -176,22 +174,21 @@ class DataConfig(Section):
     """A file, folder, glob, - (stdin), builtin:stories, builtin:python-docs or -code, a dataset on
     the Hugging Face Hub (hf:OWNER/NAME), or a list."""
     weights: Annotated[list[Positive], Field(max_length=100)] | None = None
-    """Relative sampling weights of several paths; null: in proportion to their sizes."""
+    """Sampling weights of several paths; null: by size."""
     text_key: str = "text"
-    """Key or column that holds the text in JSON lines, CSV and Parquet."""
+    """Field or column with the text in JSON lines, CSV and Parquet."""
     separator: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """Text that separates documents within a text file; null: each file is one document."""
+    """Text between documents within a file; null: each file is one document."""
     errors: Literal["strict", "replace"] = "strict"
-    """On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."""
+    """Bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."""
     validation: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of the text to hold out for validation; null: 0.1, but at most about 1.5 MB."""
+    """Fraction of the text held out for validation; null: 0.1, at most about 1.5 MB."""
     split: Literal["tail", "documents"] = "tail"
-    """What to hold out: tail, the end of the text; or documents, picked whole by their hash."""
+    """Held-out part: tail, the end of the text; documents, whole ones picked by hash."""
     validation_path: Paths | None = None
-    """Hold out this text instead of a fraction of path."""
+    """Text to hold out instead of a fraction of path."""
     test: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of the text to keep for --split test, and for nothing before; null: none.
-    For figures that no choice of settings has touched."""
+    """Fraction held out for --split test, unused until then; null: none."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.weights is not None and len(self.weights) != len(self.path):
@@ -205,25 +202,25 @@ class TrainConfig(Section):
     """How to train: optimizer, schedule, intervals, machine."""
 
     minutes: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Minutes for the whole command: sizes and steps that are not set are chosen to fit them."""
+    """Minutes for the whole command; sizes and steps left open are chosen to fit."""
     steps: Steps = 400
     """Number of optimizer updates."""
     batch_size: Count = 16
     """Rows of seq_len tokens per update."""
     micro_batch_size: Count | None = None
-    """Rows per pass (gradients add up), a divisor of batch_size; null: what fits and is fast."""
+    """Rows per pass, a divisor of batch_size (gradients add up); null: what fits and is fast."""
     seq_len: Count | None = None
     """Tokens per row; null: the model's context_length."""
     optimizer: Literal["muon", "adamw"] = "muon"
-    """Optimizer of the matrices in the blocks; AdamW trains everything else."""
+    """Optimizer of the matrices in the blocks; AdamW trains the rest."""
     muon_lr: Rate = 0.02
-    """Peak learning rate of Muon; follows the same schedule as lr."""
+    """Peak learning rate of Muon, on the schedule of lr."""
     lr: Rate = 2e-3
-    """Peak learning rate of AdamW; left out, it is 12e-3 beside Muon where the risk of overfitting
-    is low."""
+    """Peak learning rate of AdamW, with Muon not of the blocks' matrices; default: 2e-3, or 12e-3
+    with Muon on large texts."""
     embed_lr: Rate | None = None
-    """Peak learning rate of the token embeddings, by AdamW; null: lr; with Muon and an untied head
-    4 lr where the risk of overfitting is low."""
+    """Peak learning rate of the token embeddings; null: lr, or 4 lr with Muon and an untied head on
+    large texts."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the cool-down."""
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
@@ -232,51 +229,50 @@ class TrainConfig(Section):
     """Steps over which the rate rises from 0; default: steps / 40, at most 100; from a base at
     least two."""
     schedule: Literal["cosine", "linear"] = "linear"
-    """How the learning rate falls during the cool-down."""
+    """How the rate falls in the cool-down."""
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Fraction of the steps, at the end, over which the rate falls to min_lr."""
+    """Fraction of the steps, at the end, in which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers; nothing else decays. Left out, it is 0.1 with Muon
-    where the risk of overfitting is low, else 1.0."""
+    """Weight decay of matrices in linear layers, of nothing else; default with Muon: 0.1 on large
+    texts, 1.0 on small ones."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
-    """AdamW's decay rates of the two running averages."""
+    """AdamW's decay rates of its two running averages."""
     grad_clip: Positive = 1.0
-    """Scale gradients down to this total norm when it is larger."""
+    """Largest norm of the gradients; larger ones are scaled down to it."""
     reduce: Literal["auto", "exact", "fast"] = "auto"
-    """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast. Shards are always fast;
-    auto is exact on 2, 4 and 8 processes with whole models."""
+    """exact: bit-identical on 1, 2, 4 and 8 processes; fast: faster, and the only way with shards;
+    auto: exact on 2, 4 and 8 processes with whole models."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
     deterministic: Literal["auto", "on", "off"] = "auto"
-    """Equal bits when a run is repeated or resumed on a GPU, as always on a CPU; auto: on NVIDIA's
-    GPUs, where it costs some speed."""
+    """Repeat and resume to equal bits on a GPU, as always on a CPU, at some cost of speed; auto: on
+    NVIDIA's GPUs."""
     compile: OnOrOff = "auto"
     """Use torch.compile; auto: on CUDA, and on a CPU with a C++ compiler for more than five minutes
     of training."""
     patience: Count | None = 5
     """Stop after this many evaluations of the cool-down without improvement; null: never."""
     eval_every: Steps = 100
-    """Steps between evaluations on the validation split."""
+    """Steps between evaluations."""
     eval_tokens: Count | None = None
-    """Held-out tokens read at each evaluation, in rows spread over the validation split; null: all,
-    or as many as fit minutes."""
+    """Held-out tokens per evaluation, spread over all; null: all, or as many as fit minutes."""
     save_every: Steps = 100
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2
-    """Newest checkpoints to keep; the best one is always kept too."""
+    """Newest checkpoints to keep besides the best."""
     log_every: Steps = 20
-    """Steps between lines of metrics."""
+    """Steps between log lines."""
     log_to: Trackers = []
-    """Also send metrics there; needs pip install of the extra of that name."""
+    """Trackers to send metrics to; install the extra of that name."""
     seed: Seed = 1337
     """Random seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
-    """Where to run; auto: the GPU if there is one (cuda, also for AMD; mps; xpu), else cpu."""
+    """auto: a GPU if there is one (cuda, also for AMD; mps; xpu), else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number type of matrix products; auto: bfloat16 if the hardware has it; else float16 on
-    NVIDIA's GPUs from Volta (V100) on; else float32."""
+    """Number type of matrix products; auto: bfloat16 if the hardware has it, else float16 on
+    NVIDIA's GPUs from Volta (V100) on, else float32."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.warmup_steps > self.steps:
@@ -292,11 +288,11 @@ class BaseConfig(Section):
     """The trained run that this one begins from (fine-tuning)."""
 
     run: PathText | None = None
-    """Its directory (--from); weights and tokenizer are taken from it. null: begin untrained."""
+    """Run to fine-tune (--from): its best weights and tokenizer; null: begin untrained."""
     step: Annotated[int, Field(ge=0)] | None = None
-    """The step of its best checkpoint, recorded when the run begins."""
+    """Step of its best checkpoint, recorded at the start."""
     sha256: str | None = None
-    """SHA-256 of the model.safetensors of that step, recorded when the run begins."""
+    """SHA-256 of that checkpoint's model.safetensors, recorded at the start."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         for name in ("step", "sha256"):
@@ -308,34 +304,35 @@ class SampleConfig(Section):
     """How tokens are sampled when generating, and where a text ends."""
 
     max_new_tokens: Steps = 256
-    """Maximum number of tokens to generate."""
+    """Most tokens to generate."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.8
-    """0 always takes the most likely token; 1 samples as the model predicts."""
+    """0: always the likeliest token; 1: as the model predicts."""
     top_k: Count | None = 50
-    """Keep only the k most likely tokens; null: all."""
+    """Keep the k likeliest tokens; null: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Keep the most likely tokens that together reach this probability; null: all."""
+    """Keep the likeliest tokens up to this total probability; null: all."""
     min_p: Fraction | None = None
-    """Keep tokens at least this fraction as likely as the most likely one; null: all."""
+    """Keep tokens at least this fraction as likely as the likeliest; null: all."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Above 1 discourages tokens already in the prompt or text (divides their positive logits)."""
+    """Above 1, discourage tokens of prompt and text (divides their positive logits)."""
     presence_penalty: Penalty = 0.0
     """Subtracted from the logit of every token generated so far."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for each time it was generated."""
     bias: TokenBiases = {}
-    """Added to the logit of a token, by its text: {the: -2}; at most 1,024."""
+    """Added to a token's logit, by its text: {the: -2}; at most 1,024."""
     ban: TokenTexts = []
     """Tokens never to generate, by their text; at most 1,024."""
     stop: StopTexts = []
-    """Stop before any of these texts, which are left out; at most 16 of 1,000 characters."""
+    """Texts to stop before; at most 16, of 1,000 characters."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """What an empty prompt begins with; null: the end-of-text token. Default: that token if
-    training read it often, else a line break or a common character."""
+    """Beginning of an empty prompt; null: the end-of-text token. Default: that token if training
+    read it often, else a line break or a common character."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"
-    """Context full: slide drops its older half, stop ends the text, error refuses beforehand."""
+    """When the context is full: slide drops its older half, stop ends the text, error refuses
+    beforehand."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if 0 < self.temperature < 1e-3:
@@ -343,7 +340,7 @@ class SampleConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

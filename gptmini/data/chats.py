@@ -17,6 +17,7 @@ Parts = list[tuple[str, bool]]  # stretches of a text, and whether each is an an
 IGNORED = np.uint32(1 << 31)  # a bit above all tokens
 MESSAGE_LISTS = ("messages", "conversations")  # fields of a record
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other roles have our names
+CONVERT_TO_TEXT = "convert the conversations to text"
 # Fields of a record that would change its prompt, in the formats of OpenAI and Hugging Face.
 PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
 
@@ -55,7 +56,7 @@ def _read_messages(where: str, messages: list[Any]) -> list[Message]:
     if "assistant" not in roles:
         raise DataError(f"{where}: no assistant message; add its answer")
     if roles[0] == "assistant":
-        raise DataError(f"{where}[0]: of the assistant; put what it answers before it")
+        raise DataError(f"{where}[0]: starts with the assistant; add a user message")
     return read
 
 
@@ -99,7 +100,7 @@ class ChatEncoder:
                 tokenizer.chat_template,
                 tokenizer.template_tokens,
                 "tokenizer.json",
-                "make text of the conversations",
+                CONVERT_TO_TEXT,
             )
 
     def encode(self, messages: list[Message], place: Place) -> Tokens:
@@ -115,7 +116,7 @@ class ChatEncoder:
         if self._template is None:
             raise DataError(
                 f"{place}: a conversation, but the tokenizer has no chat template; train a new "
-                f"model, or --from an instruct model; or make text of it (docs/data.md, Recipes)"
+                f"model, begin --from an instruct model, or {CONVERT_TO_TEXT} (docs/data.md)"
             )
         documents = self._split_turns(messages, place, self._template)
         return np.concatenate([self._encode_parts(parts, place) for parts in documents])
@@ -157,8 +158,8 @@ class ChatEncoder:
         for prompt, answered in zip(texts[::2], texts[1::2], strict=True):
             if not answered.startswith(prompt):
                 raise DataError(
-                    f"{place}: the chat template writes an answer otherwise than its prompt begins "
-                    f"it; make text of the conversations"
+                    f"{place}: the chat template renders prompt and answer inconsistently; "
+                    f"{CONVERT_TO_TEXT}"
                 )
             answer = answered[len(prompt) :]
             rewrites |= not prompt.startswith(done) or not whole.startswith(answered)
@@ -172,7 +173,6 @@ class ChatEncoder:
         (ends,) = np.isin(tokens, self._tokenizer.end_tokens).nonzero()
         if not len(ends):
             raise DataError(
-                f"{place}: the chat template puts no end token behind an answer, so a model would "
-                f"not learn to stop; make text of the conversations"
+                f"{place}: the chat template ends no answer with an end token; {CONVERT_TO_TEXT}"
             )
         return int(ends[-1]) + 1

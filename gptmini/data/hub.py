@@ -168,7 +168,7 @@ def _explain_failure(
         )
     elif isinstance(error, OSError) and error.errno is not None:
         place = error.filename or constants.HF_HUB_CACHE
-        problem = f"{describe_os_error(error)}; make room, or name another folder in HF_HOME"
+        problem = f"{describe_os_error(error)}; name another folder in HF_HOME"
     else:
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         problem = (

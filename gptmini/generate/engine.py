@@ -1,8 +1,8 @@
 """Compute next-token logits in plain torch: prefill, then decode over a KV cache.
 
 This works on any device. Each text has a row of the cache, its slot, and a length of its own. The
-next token of all texts is one pass of a fixed shape. `open_engine` is the door to faster engines,
-which are in `gptmini/extras/engine/`.
+next token of all texts is one pass of a fixed shape. `open_engine` opens faster engines, which are
+in `gptmini/extras/engine/`.
 
 A pass is padded to one of few numbers of rows and keys. The last bits of a row's logits depend on
 these numbers, so they may depend on what else is in the pass.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptmini.errors import is_missing_guest
+from gptmini.errors import is_missing_part
 from gptmini.generate.filters import draw_tokens
 from gptmini.generate.precision import widen_weights
 from gptmini.generate.sequence import Sequence
@@ -109,13 +109,13 @@ class Engine(ABC):
 def open_engine(model: GPT, n_slots: int, weights: str = "float32") -> Engine:
     """Open the fastest engine on this machine for up to `n_slots` texts at a time.
 
-    `weights` is the precision to compute in. Without the guest, or where it has nothing faster,
+    `weights` is the precision to compute in. Without extras/engine, or where it has nothing faster,
     that is PyTorch, for which weights become float32.
     """
     try:
         from gptmini.extras.engine import door  # noqa: PLC0415 - the core runs without it
     except ModuleNotFoundError as error:
-        if not is_missing_guest(error):
+        if not is_missing_part(error):
             raise
         engine = None
     else:

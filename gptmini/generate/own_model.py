@@ -1,4 +1,4 @@
-"""A model of one's own: build it, find what is not gptmini's in it, check that its cache is right.
+"""A model of your own: build it, find what is not gptmini's in it, check that its cache is right.
 
 An attention that reads the KV cache wrongly trains well and writes nonsense. So it is asked once
 for the same logits token by token and by whole texts, and generates without a cache if they differ.
@@ -47,16 +47,24 @@ def check_cache(model: GPT) -> None:
 
     It asks a copy: what a module keeps of a pass in inference mode cannot be trained through.
     """
+    asked = copy.deepcopy(model).eval()
+    reached = [""]
+    for layer, block in enumerate(asked.blocks):
+        block.register_forward_pre_hook(
+            lambda _, inputs, layer=layer: reached.append(
+                f"layer {layer}, x {tuple(inputs[0].shape)}: "
+            )
+        )
     try:
-        difference = _measure_difference(copy.deepcopy(model).eval())
+        difference = _measure_difference(asked)
         problem = "" if difference <= TOLERANCE else f"logits differ by {difference:.0%}"
-    except Exception as error:  # modules of one's own may raise anything
-        problem = f"{type(error).__name__}: {error}"
+    except Exception as error:  # modules of your own may raise anything
+        problem = f"{reached[-1]}{type(error).__name__}: {error}"
     model.uses_cache = not problem
     if problem:
         warn(
-            f"model: computes something else token by token than from whole texts ({problem}); "
-            f"generating without a KV cache, which is slower"
+            f"model: cached and uncached logits differ ({problem}); generating without a KV "
+            f"cache, which is slower"
         )
 
 

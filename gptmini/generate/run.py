@@ -26,7 +26,7 @@ from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
-from gptmini.errors import ConfigError, DataError, explain_missing_guest
+from gptmini.errors import ConfigError, DataError, explain_missing_part
 from gptmini.generate import precision
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.filters import compute_logprob
@@ -296,7 +296,7 @@ class Run:
             return Generation(tokens, texts, logprobs, engine.name)
 
     def find_copies(self, text: str, prompt: str = "") -> "Copies":
-        """Find what of a text stands verbatim in the training text, and where it stands there.
+        """Find what a text copies from the training text, and where that stands.
 
             found = run.find_copies(run.generate("The "), "The ")
             print(found.describe())
@@ -308,9 +308,9 @@ class Run:
         is gone or has changed, and for a run that was not trained here.
         """
         try:
-            from gptmini.extras.sources import training_text  # noqa: PLC0415 - a door
+            from gptmini.extras.sources import training_text  # noqa: PLC0415 - may be missing
         except ModuleNotFoundError as error:
-            raise explain_missing_guest("finding copies", error) from None
+            raise explain_missing_part("finding copies", error) from None
         return training_text.find_copies(self, text, prompt)
 
     def create_text(
@@ -516,7 +516,7 @@ def load_run(
 
         run = gptmini.load("runs/stories")
 
-    A run that was trained with a `model` of one's own (`gptmini.fit`) is loaded with it, too.
+    A run that was trained with a `model` of your own (`gptmini.fit`) is loaded with it, too.
 
     `run.model` has the weights of the checkpoint. `weights` is the precision of the matrices that
     texts are generated with: float32, or bfloat16 (the default) or int8, which are faster on a CPU.

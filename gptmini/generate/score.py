@@ -90,6 +90,6 @@ def score_text(run: Run, text: str) -> Score:
         logprobs += (-losses[0, first_new:]).tolist()
         token_ranks += ranks[0, first_new:].tolist()
     if not math.isfinite(sum(logprobs)):
-        raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
+        raise CheckpointError(f"{run.path}: the logits are not finite; train it again")
     spellings = [run.tokenizer.decode_token(token) for token in tokens]
     return Score(spellings, tokens, logprobs, token_ranks, len(text.encode()))

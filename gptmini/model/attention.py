@@ -95,7 +95,7 @@ class Attention(nn.Module):
         """Average, for each query, the values it sees: q (B, H, T, K) -> (B, H, T, K).
 
         k and v (B, G, T, K) are those of the same T tokens; `cache.update` adds them to what the
-        queries may see. An attention of one's own overrides this (docs/own-attention.md).
+        queries may see. An attention of your own overrides this (docs/own-attention.md).
         """
         query_positions = cache.next_positions(q.shape[2])  # (T,) or (B, T)
         k, v, key_positions = cache.update(k, v)  # (B, G, S, K) twice, (S,) or (B, S)

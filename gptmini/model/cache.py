@@ -1,6 +1,6 @@
 """The KV cache: keys and values of earlier tokens, so that each token is read once.
 
-`KVCache` is for reading and for loops of one's own, as in scripts/nano.py: its rows grow together.
+`KVCache` is for reading and for loops of your own, as in scripts/nano.py: its rows grow together.
 `StaticCache` is for generating: each row holds a text of its own length, at addresses that never
 change, and PyTorch's engine passes some of the rows at a time. A layer gives `Attention` its cache
 as a `LayerCache`, whose `update` adds new keys and values and returns all that the new queries may

@@ -71,7 +71,7 @@ class GPT(nn.Module):
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
         self.gradient_checkpointing = False  # recompute each block in backward
-        self.uses_cache = True  # False for a model of one's own that cannot
+        self.uses_cache = True  # False for a model of your own that cannot
         # The softmax of `linear_cross_entropy`, to be replaced by a compiled one.
         self.softmax: Callable[[Tensor, Tensor], Tensor] = softmax_
         self.embed = nn.Embedding(config.vocab_size, config.d_model)

@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose has the same shape
             for matrix in group["params"]:
-                if matrix.grad is None:  # not used, in a model of one's own
+                if matrix.grad is None:  # not used, in a model of your own
                     continue
                 shape = (min(matrix.shape), max(matrix.shape))  # (R, C)
                 by_shape.setdefault(shape, []).append(matrix)

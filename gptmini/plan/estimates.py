@@ -26,7 +26,7 @@ class CandidateModel(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimates:
-    """What planning assumes of a device.
+    """Assumptions about a device, for planning.
 
     max_tokens_per_pass: a forward pass of more tokens is no faster; None: as many as fit.
     compile_speedup: how much faster torch.compile makes a step.

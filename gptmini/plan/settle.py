@@ -144,7 +144,7 @@ def say_text(request: Request, corpus: Corpus) -> None:
     say(corpus.format_summary("auto" if is_kind_chosen else ""))
     if not len(corpus.tokenizer.encode(" ")):
         warn(
-            f"{corpus.name}: its tokenizer drops spaces and line breaks, so texts are without them"
+            f"{corpus.name}: its tokenizer drops spaces and line breaks; generated texts lack them"
         )
     if request.config.base.run is not None:
         say_base(request.config, corpus)
@@ -157,8 +157,8 @@ def say_base(config: Config, corpus: Corpus) -> None:
     say(f"  base      {base.run}{step}: its weights and tokenizer")
     if corpus.tokenizer.chat_template is not None and not corpus.has_ignored:
         warn(
-            f"{corpus.name}: {base.run} answers questions, and may forget how on text that has "
-            f"no conversations; add some, or begin from a base that only continues texts"
+            f"{corpus.name}: without conversations the chat model {base.run} may forget to "
+            f"answer; add some, or use a base that is no chat model"
         )
 
 

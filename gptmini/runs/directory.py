@@ -150,7 +150,7 @@ class RunDirectory:
     def lock(self) -> Iterator[None]:
         """Be the only writer, or raise MachineError; a killed process locks nobody out.
 
-        Nothing in the run may be a link, through which a stranger's run would write elsewhere.
+        Nothing in the run may be a link: a downloaded run would write elsewhere through it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in sorted(self.path.iterdir()):
@@ -245,9 +245,9 @@ class RunDirectory:
     def _describe_failed_save(self, step: int, error: OSError) -> str:
         """Return the message for a checkpoint that cannot be written."""
         free = shutil.disk_usage(self.path).free if self.path.exists() else 0
-        remedy = "make room, or choose another directory with --out"
+        remedy = "choose another directory with --out"
         if not self.checkpoints.exists():
-            remedy = "the run was deleted or moved while it trained; begin it again"
+            remedy = "the run was moved or deleted; put it back, or begin it again"
         elif self.list_steps():
             remedy = "run the same command again to resume from the last checkpoint"
         return (

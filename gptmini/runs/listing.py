@@ -21,7 +21,7 @@ class RunSummary:
     `step` is the last one that was logged if the run is being trained, else that of the newest
     checkpoint. `val_loss` and `val_bpb` are the last that were logged, of `eval_tokens` of the
     held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
-    or its base was imported from. A model of one's own has `parameters` that only its code knows:
+    or its base was imported from. A model of your own has `parameters` that only its code knows:
     None. `problem` says why a run cannot be read.
     """
 
@@ -42,7 +42,7 @@ class RunSummary:
 def list_runs(folder: Path, count_parameters: Callable[[ModelConfig], int]) -> list[RunSummary]:
     """Summarize the run in a folder, or all runs in it and its subfolders, sorted by name.
 
-    `count_parameters` is that of plan/cost.py: nothing in this room knows a model.
+    `count_parameters` is that of plan/cost.py: nothing in this folder knows a model.
     """
     return [_summarize(path, count_parameters) for path in _find_runs(folder)]
 
@@ -51,6 +51,8 @@ def _find_runs(folder: Path) -> Iterator[Path]:
     """Find runs, except in hidden folders, inside other runs and behind symbolic links."""
     if RunDirectory(folder).exists:
         yield folder
+        return
+    if not folder.is_dir():  # as of `runs/compare/*`
         return
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
@@ -116,9 +118,11 @@ def _format_row(run: RunSummary) -> list[str]:
         notes.append(f"loss of {run.eval_tokens:,} tokens")
     if run.being_trained:
         notes.append("being trained now")
+    is_imported = run.source and run.step == 0 and not run.being_trained
+    steps = "imported" if is_imported else f"{run.step}/{run.steps}"
     return [
         run.path,
-        "" if run.step is None else f"{run.step}/{run.steps}",
+        "" if run.step is None else steps,
         "" if run.parameters is None else f"{run.parameters:,}",
         "" if run.val_loss is None else f"{run.val_loss:.4f}",
         "" if run.val_bpb is None else f"{run.val_bpb:.4f}",

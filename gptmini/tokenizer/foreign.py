@@ -83,7 +83,7 @@ class ForeignTokenizer(Tokenizer):
         """Return the tokens; DataError if the model has not all of them."""
         if tokens.size and tokens.max() >= self.vocab_size:
             name = self._library.id_to_token(int(tokens.max()))
-            raise DataError(f"text: its token {shorten(name)} is none of the model's; leave it out")
+            raise DataError(f"text: {shorten(name)} is not in the vocabulary; leave it out")
         return tokens
 
     @cached_property

@@ -31,7 +31,7 @@ def build_training(
     """Build the training state of a run at step 0; writes nothing.
 
     ConfigError for a text of sample.bias or sample.ban that is not one token, and for a module or
-    optimizer of one's own in a model that is sharded.
+    optimizer of your own in a model that is sharded.
     """
     own = own or CustomParts()
     config = plan.config
@@ -88,7 +88,7 @@ def _choose_loss(
     """Choose what computes the mean loss () of targets (B, T)."""
     if own.loss is not None:
         return partial(own.loss, model)
-    # A model of one's own may do something else in each pass.
+    # A model of your own may do something else in each pass.
     is_same_each_time = own.model is None and group.world_size == 1
     return create_loss(model, device) if is_same_each_time else model
 

@@ -44,9 +44,7 @@ def create_or_resume(training: Training, existing: Config | None) -> None:
 
 def _check_unchanged(run: RunDirectory, existing: Config | None) -> None:
     if run.exists != (existing is not None):
-        raise ConfigError(
-            f"{run.path}: made or removed by another process meanwhile; run the same command again"
-        )
+        raise ConfigError(f"{run.path}: changed by another process; run the same command again")
 
 
 def _resume(training: Training, existing: Config) -> None:
@@ -75,8 +73,8 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
     assert checkpoint is not None
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
-            f"{base.path}: its best checkpoint is damaged, or changed while this run was "
-            f"prepared; run the same command again, or restore it"
+            f"{base.path}: its best checkpoint is damaged or has changed; run the same command "
+            f"again, or restore it"
         )
     if checkpoint.state.get("own_model") and training.own.model is None:
         changed = f'config | {{"base": {{"run": "{base.path}"}}}}'
@@ -123,7 +121,7 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
     saved = _read_progress(training, checkpoint)
     _load_weights(training, checkpoint, run.checkpoints)
     optimizer = training.group.scatter(checkpoint.optimizer)
-    if optimizer:  # there is none before the first update, or of a loop of one's own
+    if optimizer:  # there is none before the first update, or of a loop of your own
         training.optimizer.load_state_dict(optimizer)
     _note_environment(training, existing, saved)
     training.progress = saved
@@ -175,5 +173,5 @@ def _note_environment(training: Training, existing: Config, saved: Progress) -> 
         for name in (*BITS_DEPEND_ON, *GROUPING)
         if before[name] != after[name]
     ]
-    if changes and saved.step > 0:
+    if changes and 0 < saved.step < training.config.train.steps:
         warn(f"{training.run.path}: {'; '.join(changes)}; results will no longer be bit-identical")

@@ -49,7 +49,7 @@ def _check_heads(run: Run, config: Config) -> None:
     if before % after:
         divisors = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
-            f"--attention: {run.path} has {before} KV heads, which do not pool into {after}; "
+            f"--attention: the {before} KV heads of {run.path} cannot be averaged into {after}; "
             f"choose one of {divisors}"
         )
 

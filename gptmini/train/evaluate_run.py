@@ -67,7 +67,7 @@ def load_corpus(run: Run, split: Split = "validation") -> Corpus:
             f"{run.path}: was trained on standard input, which is gone; give a text with --data"
         )
     if not run.corpus:
-        raise DataError(f"{run.path}: has no record of a text; give one with --data")
+        raise DataError(f"{run.path}: no training text on record; give a text with --data")
     if split == "test" and run.config.data.test is None:
         raise DataError(f"{run.path}: has no test part; train a new run with --set data.test=0.05")
     # The run's own tokenizer cuts the text, however the run came by it.
@@ -147,7 +147,7 @@ def evaluate_run(
     byte_lengths = run.tokenizer.compute_byte_lengths()
     evaluation = evaluate(run.model, shown_batches, byte_lengths, in_float32)
     if not math.isfinite(evaluation.loss):
-        raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
+        raise CheckpointError(f"{run.path}: the logits are not finite; train it again")
     return evaluation
 
 

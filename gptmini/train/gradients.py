@@ -53,7 +53,7 @@ class ExactGradients(Gradients):
             return
         tree = []
         for parameter in self.parameters:
-            # A model of one's own may leave one unused.
+            # A model of your own may leave one unused.
             gradient = parameter.grad
             tree.append(torch.zeros_like(parameter) if gradient is None else gradient)
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""The door to several processes: they offer the verbs of `Group`, which is one process alone.
+"""One process or several: several offer the methods of `Group`, which is one process alone.
 
 Rank 0 decides, prints and writes; all compute. Everything that training does otherwise with several
 processes is one of these verbs, and extras/parallel has the others' version of them.
@@ -10,7 +10,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from gptmini.errors import explain_missing_guest
+from gptmini.errors import explain_missing_part
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import orthogonalize, orthogonalize_one_by_one
 from gptmini.train.gradients import ExactGradients, Gradients
@@ -111,8 +111,8 @@ def join_group() -> Iterator[Group]:
         yield SINGLE_PROCESS
         return
     try:
-        from gptmini.extras.parallel import group as parallel  # noqa: PLC0415 - a door
+        from gptmini.extras.parallel import group as parallel  # noqa: PLC0415 - may be missing
     except ModuleNotFoundError as error:
-        raise explain_missing_guest("training on several processes", error) from None
+        raise explain_missing_part("training on several processes", error) from None
     with parallel.join_ranks() as group:
         yield group

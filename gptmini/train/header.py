@@ -10,12 +10,14 @@ MAX_USEFUL_EPOCHS = 20  # after which a small model learns little more about uns
 MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
-def say_header_lines(training: Training) -> None:
-    """Show the model, the machine and the length of the run."""
+def say_header_lines(training: Training, verbose: bool = False) -> None:
+    """Show the model and the length of the run; if `verbose`, the recipe and the machine too."""
     say(_describe_model(training))
-    say(_describe_recipe(training))
-    say(_describe_machine(training))
+    if verbose:
+        say(_describe_recipe(training))
+        say(_describe_machine(training))
     say(_describe_length(training))
+    say("  val       bits/byte that held-out text takes with this model: lower is better")
     train = training.config.train
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES

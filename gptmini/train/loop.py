@@ -27,9 +27,15 @@ from gptmini.train.validate import evaluate_validation
 
 
 def train(
-    plan: Plan, out: Path, own: CustomParts | None = None, group: Group = SINGLE_PROCESS
+    plan: Plan,
+    out: Path,
+    own: CustomParts | None = None,
+    group: Group = SINGLE_PROCESS,
+    verbose: bool = False,
 ) -> Training | None:
     """Train a run to its last step, resuming it if it exists; None if it was finished already.
+
+    If `verbose`, the recipe and the machine are shown as well.
 
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
@@ -47,7 +53,7 @@ def train(
             say_finished(training)
             return None
         check_space(training)
-        with Reporter(training) as reporter, catch_signals() as received:
+        with Reporter(training, verbose) as reporter, catch_signals() as received:
             if training.step == 0 and training.config.base.run is not None:
                 reporter.report({}, evaluate_validation(training))
             _run_loop(training, reporter, received)

@@ -1,4 +1,4 @@
-"""Reports on a training: to the terminal, to the log and its trackers, and to a loop of one's own.
+"""Reports on a training: to the terminal, to the log and its trackers, and to a loop of your own.
 
 A `Reporter` hears of every step, of the evaluation after it if there was one, and of the end. What
 it says before the first step is in header.py.
@@ -35,8 +35,8 @@ class Reporter:
     MachineError for a tracker that is not installed or does not start.
     """
 
-    def __init__(self, training: Training) -> None:
-        say_header_lines(training)
+    def __init__(self, training: Training, verbose: bool = False) -> None:
+        say_header_lines(training, verbose)
         self._training = training
         self._log: RunLog | None = None
         if training.group.rank == 0:

@@ -65,7 +65,7 @@ class Training:
     own: CustomParts
     # What an update works on.
     model: GPT
-    # The mean loss () of targets (B, T): the model, a CUDA graph of it, or a loss of one's own.
+    # The mean loss () of targets (B, T): the model, a CUDA graph of it, or a loss of your own.
     compute_loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
     batches: Batches

@@ -78,7 +78,7 @@ def test_a_failed_output_is_named_as_the_user_named_it(tmp_path: Path):
         raise full
     (line,) = caught.value.lines
     assert line.startswith(f"{out}: could not be written (4096 requested and 328 written), ")
-    assert line.endswith(" bytes free; make room, or choose another place with --out")
+    assert line.endswith(" bytes free; choose another place with --out")
     with pytest.raises(CheckpointError) as other, files.atomic_output(out) as partial:
         raise CheckpointError(f"{partial / 'file'}: damaged")
     assert other.value.lines == (f"{out / 'file'}: damaged",)

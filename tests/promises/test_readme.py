@@ -12,12 +12,9 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from gptmini.cli import app
 from gptmini.config import load
 from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
@@ -194,17 +191,6 @@ def test_every_command_runs(
             monkeypatch.setattr(sys, "stdin", stdin)
             code = run_command(made_small(words), monkeypatch)
         assert not code, f"{shlex.join(words)}\n{capfd.readouterr().err}"
-
-
-def test_every_command_of_the_command_line_is_in_the_readme():
-    def names(group: Any, before: str) -> Iterator[str]:
-        for name, command in group.commands.items():
-            inner = getattr(command, "commands", None)
-            yield from names(command, f"{before} {name}") if inner else [f"{before} {name}"]
-
-    commands = gptmini_commands(READMES[0])
-    shown = {" ".join(words[:length]) for words in commands for length in (2, 3)}
-    assert set(names(typer.main.get_command(app.app), "gptmini")) <= shown
 
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):

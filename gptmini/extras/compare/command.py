@@ -14,6 +14,7 @@ from gptmini.cli.options import (
     Threads,
     argument,
     build_config,
+    flag,
     option,
 )
 from gptmini.errors import ConfigError
@@ -34,9 +35,13 @@ def compare(
     seeds: int | None = option(
         None, "N", "Runs per variant; three show the spread.", min=1, max=100, show_default="1"
     ),
+    tune: bool = flag("Let the first seed of each variant choose its learning rates.", "--tune"),
     data: Data = None,
-    split: Literal["validation", "test"] = option(
-        "validation", "PART", "Part of the text to compare on; test needs data.test."
+    split: Literal["validation", "test"] | None = option(
+        None,
+        "PART",
+        "Part of the text to compare on; test needs data.test.",
+        show_default="validation; with --tune test if there is one",
     ),
     steps: Steps = None,
     minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
@@ -56,13 +61,14 @@ def compare(
     if not finished and not configs:
         configs = [None]
     if finished and configs:
-        raise ConfigError(f"{configs[0]}: no finished run, as {finished[0]} is; name one kind")
+        raise ConfigError(f"{configs[0]}: not a run; name only runs, as {finished[0]}, or none")
     train_options = {"--steps": steps, "--minutes": minutes}
     if finished:
         only_for_training = train_options | {
             "--attention": attention,
             "--set": assignments,
             "--seeds": seeds,
+            "--tune": tune or None,
             "--data": data,
         }
         for label, value in only_for_training.items():
@@ -81,7 +87,7 @@ def compare(
     if finished:
         found = comparing.compare_finished(finished, split)
     else:
-        found = comparing.compare_variants(variants, seeds or 1, out, split)
+        found = comparing.compare_variants(variants, seeds or 1, out, split, tune=tune)
     print(json.dumps(found.to_dict()) if as_json else found)
     comparing.write_results(found, out)  # after the table, which a picture that fails must not cost
     if not as_json:

@@ -1,16 +1,18 @@
 """Trains variants in turn, or takes finished runs, and compares them; `gptmini.compare`.
 
-    OUT/NAME/seed-1337/     the directory of one training run
-    OUT/compare.json        all figures
-    OUT/compare.md, .png    tables and a picture of them
+    OUT/NAME/seed-1337/          the directory of one training run
+    OUT/NAME/rate-2x/seed-1337/  of one at twice the planned learning rates
+    OUT/compare.json             all figures
+    OUT/compare.md, .png         tables and a picture of them
 
 All is trained in this process, where a model may be of any code.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ from gptmini.config.load import SET_BY_MINUTES, override, read_config
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, say, warn
 from gptmini.doors import load_plots
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import ConfigError, DivergedError, MachineError
 from gptmini.extras.compare.measure import find_losses, measure_variants, read_comparable_losses
 from gptmini.extras.compare.plots import draw_comparison
 from gptmini.extras.compare.share import share_choices
 from gptmini.extras.compare.statistics import Difference, import_scipy
+from gptmini.extras.compare.tune import Tried, choose_next_rate, find_best_rate, multiply_rates
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
@@ -36,6 +39,7 @@ from gptmini.train.evaluate_run import evaluate_text
 from gptmini.train.kept_losses import Split
 
 BuildModel = Callable[[ModelConfig], GPT]
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,13 @@ class TrainingRun:
 
 
 def compare(
-    variants: Mapping[str, Mapping[str, Any] | BuildModel],
+    variants: Mapping[str, Settings | BuildModel | tuple[BuildModel, Settings]],
     config: Config | Mapping[str, Any] | str | Path,
     seeds: int = 1,
     out: str | Path = "runs/compare",
     *,
-    split: Split = "validation",
+    split: Split | None = None,
+    tune: bool = False,
 ) -> Comparison:
     """Train variants of a configuration, each once per seed, and compare them with the first.
 
@@ -85,21 +90,30 @@ def compare(
         print(found)
 
     A variant is the settings that it changes, in sections as a YAML file has them, or a builder of
-    its model, as `model` of `gptmini.fit`. `config` is what `fit` takes. Losses are those of the
-    held-out part that `split` names. `out` gets the runs, tables and the picture; the same call
-    resumes, and trains nothing twice. A builder that has changed needs another `out`. Raises what
-    `fit` does, ConfigError if `out` has another comparison, and MachineError without scipy.
+    its model, as `model` of `gptmini.fit`, or both: `(build, settings)`. `config` is what `fit`
+    takes. With `tune`, the first seed of each variant tries half, once and twice the learning
+    rates, further while the best is at an end, and all seeds train at the variant's best. Losses
+    are those of the held-out part that `split` names: by default "validation", with `tune` "test"
+    where `data.test` is set. `out` gets the runs, tables and the picture; the same call resumes,
+    and trains nothing twice. A builder that has changed needs another `out`. Raises what `fit`
+    does, ConfigError if `out` has another comparison, and MachineError without scipy.
     """
     base = read_config(config)
     configs: dict[str, Config] = {}
     models: dict[str, BuildModel] = {}
     for name, variant in variants.items():
-        if callable(variant):
-            configs[name] = base
-            models[name] = variant
-        else:
-            configs[name] = override(base, variant, name)
-    found = compare_variants(configs, seeds, Path(out), split, models)
+        match variant:
+            case Mapping():
+                settings = variant
+            case (build, Mapping() as settings) if callable(build):
+                models[name] = build
+            case _ if callable(variant):
+                settings = {}
+                models[name] = variant
+            case _:
+                raise ConfigError(f"{name}: must be settings, a builder, or (builder, settings)")
+        configs[name] = override(base, settings, name)
+    found = compare_variants(configs, seeds, Path(out), split, models, tune)
     write_results(found, Path(out))
     return found
 
@@ -108,22 +122,31 @@ def compare_variants(
     configs: Mapping[str, Config],
     seeds: int,
     out: Path,
-    split: Split = "validation",
+    split: Split | None = None,
     models: Mapping[str, BuildModel] | None = None,
+    tune: bool = False,
 ) -> Comparison:
     """Train variants by name and compare them; `models` has the builders of other models."""
-    if split == "test" and any(config.data.test is None for config in configs.values()):
-        raise ConfigError(
-            "data.test: not set, so there is no test part; set it to 0.1, for example"
-        )
+    has_test = all(config.data.test is not None for config in configs.values())
+    if split is None:
+        split = "test" if tune and has_test else "validation"
+    if split == "test" and not has_test:
+        raise ConfigError("--split test: needs a test part; add --set data.test=0.1")
     if seeds > 1:
         import_scipy()  # if it is missing, say so before hours of training
-    trained = train_all(plan_runs(configs, seeds, out, models or {}), split)
-    return Comparison(measure_variants(trained, split))
+    planned = plan_runs(configs, seeds, out, models or {})
+    tried = tune_rates(planned) if tune else {}
+    if tune:
+        planned = [_set_rate(run, planned, find_best_rate(tried[run.variant])) for run in planned]
+    variants = measure_variants(train_all(planned, split), split)
+    for variant in variants:
+        variant.by_rate = sorted(tried.get(variant.name, {}).items())
+    return Comparison(variants)
 
 
-def compare_finished(paths: list[Path], split: Split = "validation") -> Comparison:
+def compare_finished(paths: list[Path], split: Split | None = None) -> Comparison:
     """Compare finished runs, grouped by variant."""
+    split = split or "validation"
     return Comparison(measure_variants(group_runs(paths), split))
 
 
@@ -140,7 +163,7 @@ def plan_runs(
     folders = {name: re.sub(r"[^\w.-]", "", name.replace("/", "-")) for name in configs}
     for name, folder in folders.items():
         if folder.strip(".") == "" or list(folders.values()).count(folder) > 1:
-            raise ConfigError(f"{name!r}: names no folder of its own; use other letters and digits")
+            raise ConfigError(f"{name!r}: gives no folder of its own; choose another name")
     first = next(iter(configs.values()))
     n_tokens = _count_tokens(first)
     planned = []
@@ -166,6 +189,50 @@ def _count_tokens(config: Config) -> int:
 def _dump_settings(config: Config) -> bytes:
     """Return the settings that a configuration states, as YAML; `train` decides the rest."""
     return yamlfile.dump(config.model_dump(exclude_unset=True)).encode()
+
+
+def tune_rates(planned: list[TrainingRun]) -> dict[str, Tried]:
+    """Train the first seed of every variant at several multiples of its planned rates, in turn.
+
+    Where training diverges, the loss is infinite.
+    """
+    names = list(dict.fromkeys(run.variant for run in planned))
+    say(
+        f"compare: tuning the learning rates of {', '.join(names)}, with one seed each; "
+        f"Ctrl-C stops, the same command resumes"
+    )
+    tried: dict[str, Tried] = {name: {} for name in names}
+    measured: list[Path] = []
+    while todo := [
+        (run, rate)
+        for run in planned[: len(names)]
+        if (rate := choose_next_rate(tried[run.variant])) is not None
+    ]:
+        for base, rate in todo:
+            run = _set_rate(base, planned, rate)
+            title = f"compare: {run.variant}, {rate:g} x its planned rates"
+            try:
+                _train(run, run.config, "validation", title)
+            except DivergedError as error:
+                warn(f"{run.variant}, {rate:g} x its planned rates: {error}")
+                tried[run.variant][rate] = math.inf
+                continue
+            measured.append(run.out)
+            losses = read_comparable_losses([measured[0], run.out], "validation")[run.out]
+            tried[run.variant][rate] = losses.evaluation.bits_per_byte
+    return tried
+
+
+def _set_rate(run: TrainingRun, planned: list[TrainingRun], rate: float) -> TrainingRun:
+    """Return the run at a multiple of the rates that its variant's first run has planned."""
+    config = run.config
+    if run is not planned[0] or rate != 1:
+        config = share_choices(config, RunDirectory(planned[0].out))
+    if rate == 1:
+        return replace(run, config=config)
+    first = next(each for each in planned if each.variant == run.variant)
+    config = multiply_rates(config, RunDirectory(first.out).load_config(), rate)
+    return replace(run, config=config, out=run.out.parent / f"rate-{rate:g}x" / run.out.name)
 
 
 def train_all(planned: list[TrainingRun], split: Split) -> dict[str, list[Path]]:
@@ -258,8 +325,9 @@ def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
 
 
 def _get_variant_folder(path: Path) -> Path:
-    """Return the directory of a run, or its parent if it is one seed of several."""
-    return path.parent if re.fullmatch(r"seed-\d+", path.name) else path
+    """Return the directory of a run or, if it is one seed of several, that of its variant."""
+    folder = path.parent if re.fullmatch(r"seed-\d+", path.name) else path
+    return folder.parent if re.fullmatch(r"rate-[\d.]+x", folder.name) else folder
 
 
 def write_results(comparison: Comparison, out: Path) -> None:

@@ -46,8 +46,8 @@ def _get_losses(run: RunDirectory, split: Split) -> WindowLosses:
     losses = find_losses(run, split)
     if losses is None:
         raise CheckpointError(
-            f"{run.path}: the losses of its {split} part are missing, or older than its best "
-            f"checkpoint; measure them with {_describe_measuring(run, split)}"
+            f"{run.path}: its best checkpoint has no losses of the {split} part; measure them with "
+            f"{_describe_measuring(run, split)}"
         )
     return losses
 
@@ -69,8 +69,8 @@ def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, Window
     for path, losses in found.items():
         if losses.text != first.text:
             raise DataError(
-                f"{path}: has another held-out text than {paths[0]}; compare runs of one text, or "
-                f"give each the same data.validation_path"
+                f"{path}: its held-out text is not that of {paths[0]}; compare runs of one text, "
+                f"or of one data.validation_path"
             )
         is_same_part = losses.evaluation.bytes.sum() == first.evaluation.bytes.sum()
         if (losses.whole, first.whole) != (True, True) and not is_same_part:

@@ -39,12 +39,14 @@ def draw_comparison(variants: list[Variant]) -> Any:
 
 
 def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
+    make_label = load_plots().make_label
     for number, variant in enumerate(variants):
+        label = make_label(variant.name)
         color = f"C{number % 10}"
         values = variant.list_figures("bits_per_byte")
         kib = variant.cache_bytes / 1024
         axis.scatter([kib] * len(values), values, s=12, color=color, alpha=0.5)
-        axis.scatter(kib, mean(values), s=160, marker="_", color=color, label=variant.name)
+        axis.scatter(kib, mean(values), s=160, marker="_", color=color, label=label)
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted({variant.cache_bytes / 1024 for variant in variants}))
     axis.margins(x=0.2)

@@ -1,12 +1,14 @@
 """Holds measured runs, grouped into variants, as plain data: tables and JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from statistics import mean, stdev
 from typing import Any
 
 from gptmini import console
 from gptmini.extras.compare.statistics import Difference, conclude, estimate_difference
+from gptmini.extras.compare.tune import find_best_rate
 
 Points = list[tuple[float, float]]
 
@@ -38,12 +40,17 @@ class RunMeasurement:
 
 @dataclass
 class Variant:
-    """Runs that differ only by seed, and what they have in common."""
+    """Runs that differ only by seed, and what they have in common.
+
+    `by_rate` has the multiples of the planned learning rates that the first seed tried, and what
+    they brought: bits per byte of the validation part, infinite where training diverged.
+    """
 
     name: str
     runs: list[RunMeasurement]
     parameters: int
     cache_bytes: int  # at full context
+    by_rate: list[tuple[float, float]] = field(default_factory=list)
 
     def list_figures(self, key: str) -> list[float]:
         """Return one figure of every run that has it."""
@@ -93,6 +100,9 @@ def to_json(variants: list[Variant]) -> dict[str, Any]:
     for variant, to_first in zip(variants, differences, strict=True):
         bits = variant.list_figures("bits_per_byte")
         entry = asdict(variant)
+        entry["by_rate"] = [
+            (rate, each if isfinite(each) else None) for rate, each in variant.by_rate
+        ]
         entry["bits_per_byte"] = mean(bits)
         entry["bits_per_byte_spread"] = compute_deviation(bits)
         entry["to_first"] = None
@@ -132,6 +142,9 @@ def format_comparison(variants: list[Variant], as_markdown: bool = False) -> str
     bullet = "- " if as_markdown else ""
     lines = [console.format_table(build_rows(variants), as_markdown), ""]
     lines += [bullet + line for line in describe_table(variants)]
+    if variants[0].by_rate:
+        lines += ["", console.format_table(build_rate_rows(variants), as_markdown), ""]
+        lines += [f"{bullet}x: times the planned rates; bits/byte of one seed, validation part"]
     if len(variants) > 1:
         lines += ["", console.format_table(build_difference_rows(variants), as_markdown), ""]
         lines += [bullet + line for line in describe_differences(variants)]
@@ -152,13 +165,28 @@ def describe_table(variants: list[Variant]) -> list[str]:
     return lines
 
 
+def build_rate_rows(variants: list[Variant]) -> list[list[str]]:
+    """Return what each multiple of the planned learning rates brought, under a row of headings."""
+    rates = sorted({rate for variant in variants for rate, _ in variant.by_rate})
+    rows = [["rates", *(f"{rate:g}x" for rate in rates), "best", "brought"]]
+    for variant in variants:
+        tried = dict(variant.by_rate)
+        best = find_best_rate(tried)
+        cells = [f"{tried[rate]:.4f}" if rate in tried else "" for rate in rates]
+        rows.append([variant.name, *cells, f"{best:g}x", f"{tried[best] - tried[1.0]:+.4f}"])
+    return rows
+
+
 def list_warnings(variants: list[Variant]) -> list[str]:
     """Say what speaks against the comparison."""
+    warnings = []
+    if variants[0].by_rate and variants[0].runs[0].split == "validation":
+        warnings.append("warning: the rates were chosen on this very part; set data.test to 0.1")
     lengths = sorted({run.seq_len for variant in variants for run in variant.runs})
     if len(lengths) > 1:
         windows = ", ".join(map(str, lengths))
-        return [f"warning: measured in windows of {windows} tokens; longer ones show more text"]
-    return []
+        warnings.append(f"warning: windows of {windows} tokens; longer ones have more context")
+    return warnings
 
 
 def build_difference_rows(variants: list[Variant]) -> list[list[str]]:
@@ -190,5 +218,5 @@ def describe_differences(variants: list[Variant]) -> list[str]:
         corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
         lines.append(f"± 95 % and p: over seeds{corrected}; pairs: of equal seed")
     if n_known < len(variants) - 1:
-        lines.append("one run says nothing of the spread over seeds; give several")
+        lines.append("one run shows no spread over seeds; train several")
     return lines

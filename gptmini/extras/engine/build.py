@@ -48,7 +48,7 @@ def build_library(target: tuple[str, ...] = NATIVE_TARGET) -> ctypes.CDLL | None
     compiler = find_compiler(*CPP_COMPILERS)
     if compiler is None:
         if IS_WINDOWS:  # where no system comes with one
-            warn("clang++: not found; generating with PyTorch, which is slower; install LLVM")
+            warn("clang++: not found; install LLVM to generate faster")
         return None
     command = [compiler, *COMPILER_FLAGS, str(SOURCE_FILES[0])]
     attempts = _list_attempts(target)
@@ -64,7 +64,7 @@ def build_library(target: tuple[str, ...] = NATIVE_TARGET) -> ctypes.CDLL | None
         return ctypes.CDLL(str(library)) if _is_ours_alone(library) else None
     except (OSError, subprocess.SubprocessError) as error:
         reason = _describe_failure(error)
-        warn(f"{Path(compiler).stem}: {reason}; generating with PyTorch, which is slower")
+        warn(f"{Path(compiler).stem}: {reason}; using PyTorch, which is slower")
         return None
 
 

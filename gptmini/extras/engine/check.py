@@ -64,10 +64,7 @@ def warn_of_mismatch(model: GPT, mismatch: str) -> None:
     """Say, once per model, why PyTorch generates with it."""
     if model not in _reported:
         _reported.add(model)
-        warn(
-            f"compiled engine: does not compute this model ({mismatch}); generating with PyTorch, "
-            f"which is slower"
-        )
+        warn(f"compiled engine: cannot run this model ({mismatch}); using PyTorch, which is slower")
 
 
 @contextmanager
@@ -92,7 +89,7 @@ def _describe_mismatch(library: ctypes.CDLL, model: GPT, weights: str) -> str | 
             tolerance = max(NARROW_TOLERANCE, by_rounding)
     except UnexpectedModelError as error:
         return str(error)
-    except Exception:  # modules of one's own may lack anything; PyTorch runs them all
+    except Exception:  # modules of your own may lack anything; PyTorch runs them all
         return "it has modules that the engine does not know"
     if not difference <= tolerance:  # NaN is no match either
         return f"logits differ by {difference:.2g} of the largest"

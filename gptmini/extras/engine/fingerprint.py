@@ -17,7 +17,7 @@ N_SUMS = 1021
 
 
 class Fingerprint:
-    """What a model consisted of at some time.
+    """The parts and values of a model at some time.
 
     It keeps the tensors of that time in memory, so that no other takes their addresses.
     """

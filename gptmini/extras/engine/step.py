@@ -119,7 +119,7 @@ class NativeStep:
         `embed` is the table that tokens are looked up in (V, D), by default the model's.
 
         Raises UnexpectedModelError for a model that was changed, as C computes where a tensor ends
-        from the configuration alone. Modules of one's own may raise anything.
+        from the configuration alone. Modules of your own may raise anything.
         """
         self._function = library.gptmini_step
         self._function.restype = None

@@ -104,7 +104,7 @@ def export_run(
 
         expected = compute(run.config.model, run.model.state_dict())
         if not expected.isfinite().all():
-            raise CheckpointError(f"{run.path}: logits are not finite; its weights are bad")
+            raise CheckpointError(f"{run.path}: the logits are not finite; train it again")
         if to == "hf":
             huggingface.write_folder(partial, run, model_type, config, folded)
             read_config, read_weights = huggingface.read_model(partial, config.context_length)

@@ -50,7 +50,7 @@ MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """What an architecture of llama.cpp does that its metadata does not say."""
+    """An architecture of llama.cpp, as far as its metadata does not say."""
 
     norm: str
     activation: str

@@ -30,7 +30,7 @@ FINETUNE_ROW_LENGTH = 256
 
 
 def import_model(source: str | Path, out: str | Path, context_length: int | None = None) -> Run:
-    """Make a run, at step 0, of a folder in Hugging Face's format or of a GGUF file.
+    """Import a folder in Hugging Face's format, or a GGUF file, as a run at step 0.
 
     `source` may also name a model of the Hugging Face Hub, as OWNER/NAME. The run appears at `out`
     whole or not at all. Its context is the model's, at most 2048; `context_length` overrides that.

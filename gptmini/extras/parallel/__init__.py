@@ -1,7 +1,6 @@
-"""Several processes that train one model, started by torchrun. A guest of training.
+"""Several processes that train one model, started by torchrun.
 
-Its door is `join_group` of gptmini/train/group.py: without this folder a model is trained by one
-process.
+`join_group` of gptmini/train/group.py calls it: without this folder one process trains a model.
 
 Read group.py first, the verbs of a process among several; ranks.py is how they find each other,
 agree and fail, and planning.py how they get one plan. gradients.py adds gradients over models that

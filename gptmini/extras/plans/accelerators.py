@@ -9,6 +9,8 @@ from gptmini.extras.plans.report import describe_memory, describe_training, form
 from gptmini.plan.plan import Plan
 from gptmini.plan.settle import make_plan
 
+MIN_SECONDS_PER_STEP = 0.01  # a thousand kernels take about as long to start
+
 
 def estimate_on_accelerators(
     requested: Config, accelerator: Accelerator, world_size: int, shard: bool
@@ -68,6 +70,8 @@ def format_speed(time: dict[str, Any]) -> list[str]:
     speed = f"{time['seconds_per_step']:.3g} s per step, {time['tokens_per_second']:,.0f} tokens/s"
     compute = f"at {time['utilization']:.0%} of {time['teraflops']} TFLOP/s"
     fits = f"the run fits in {time['memory']}"
+    if time["seconds_per_step"] < MIN_SECONDS_PER_STEP:
+        fits = "too small for this estimate: starting its kernels takes longer"
     if time["ranks"] == 1:
         return [fits, f"{speed}, {compute}"]
     collectives = [

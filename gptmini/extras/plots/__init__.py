@@ -4,5 +4,5 @@ For those who look at a run, or show it. Without this folder `gptmini plot` is l
 only numbers and pages, and `compare` only tables.
 
 plots.py draws and knows neither training nor model; training.py reads what runs logged.
-`load_plots` in doors.py is the door for other commands.
+Other commands call `load_plots` in doors.py.
 """

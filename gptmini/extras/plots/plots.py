@@ -180,10 +180,11 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
             if in_bits and key == "train_loss":
                 continue
             points = _select_points(lines, key)
-            label = f"{name}, train"
+            label = make_label(f"{name}, train")
             draw_line(axis, points, "-", color=color, linewidth=1, alpha=0.7, label=label)
         validation = _select_points(lines, "val_bpb" if in_bits else "val_loss")
-        draw_line(loss_axis, validation, ".-", color=color, label=f"{name}, validation")
+        label = make_label(f"{name}, validation")
+        draw_line(loss_axis, validation, ".-", color=color, label=label)
 
     loss_unit = "bits per byte" if in_bits else "nats per token"
     loss_axis.set_title(f"loss ({loss_unit})", fontsize=10)
@@ -220,6 +221,11 @@ def _scale_by_logarithm(axis: Any) -> None:
 def _select_points(lines: list[dict[str, Any]], key: str) -> Points:
     """Return (millions of tokens seen, figure) of the lines that have the figure."""
     return [(tokens / 1e6, figure) for tokens, figure in select_numbers(lines, "tokens", key)]
+
+
+def make_label(name: str) -> str:
+    """Make a label that a legend shows; matplotlib hides those that begin with an underscore."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def draw_line(axis: Any, points: Points, form: str, **style: Any) -> None:

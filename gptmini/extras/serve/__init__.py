@@ -6,7 +6,6 @@ For programs that speak OpenAI's API, and for several people who share a model. 
 Read scheduler.py first: one thread generates the texts of all callers. Then completions.py (the
 JSON of a request to texts, and back), chat.py (the same for messages) and server.py (routes,
 errors, signals). limits.py says how much one connection, one request and all of them may take;
-connection.py and workers.py keep clients and threads within it. The page at / comes from
-command.py, which has another guest make it. Of the other rooms, the server needs only config/ and
-generate/.
+connection.py and workers.py keep clients and threads within it. extras/page makes the page at /.
+Of the core, the server needs only config/ and generate/.
 """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for, and what all of them may."""
+    """Limits of one request, and of all together."""
 
     max_rows: int = 32  # texts generated together
     max_waiting: int = 256  # texts in the queue, and in one request

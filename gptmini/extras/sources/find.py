@@ -66,7 +66,7 @@ def join_pieces(pieces: Iterable[Piece]) -> SourceText:
 class Copy:
     """A stretch of a text, from the character `start` up to `end`, that the training text has.
 
-    Where that has it first, its words begin in `line` of `file`, which is the line or row of the
+    Its first occurrence begins in `line` of `file`, which is the line or row of the
     record in a file of records; and in the n-th `document`. All of these count from 1.
     """
 
@@ -93,7 +93,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Copies:
-    """What a text copies from a training text.
+    """The copies of a training text that a text contains.
 
     The text continues `prompt`, which is searched, too: a copy may begin there and go on in the
     text. A copy has a letter or a digit: rules of dashes are nobody's words.
@@ -156,7 +156,7 @@ class Copies:
     def describe(self) -> str:
         """Say in a line how much is copied, and where the longest copy stands."""
         if self.longest is None:
-            return f"no {SHORTEST_COPY} characters in a row of this text stand in the training text"
+            return f"no copy of {SHORTEST_COPY} characters or more from the training text"
         share = f"{100 * self.share:.0f} %" if self.share >= 0.01 else "under 1 %"
         return (
             f"{share} of this text stands in the training text; the longest copy is "

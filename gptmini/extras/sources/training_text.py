@@ -37,14 +37,9 @@ def read_training_text(run: Path, settings: DataConfig, content: str) -> SourceT
     without one, and for a text that is too large.
     """
     if not content:
-        raise DataError(
-            f"{run}: has no record of a text, as it was not trained here; sources are found for "
-            f"runs of gptmini train"
-        )
+        raise DataError(f"{run}: no training text on record; name a run of gptmini train")
     if "-" in settings.path:
-        raise DataError(
-            f"{run}: was trained on standard input, which is gone; train on a file to find sources"
-        )
+        raise DataError(f"{run}: trained on standard input, which is gone; train on a file")
     with open_text(settings) as text:
         names = ", ".join(settings.path)
         if text.content != content:
@@ -60,8 +55,7 @@ def _read_pieces(chunks: Iterable[TextChunk], names: str) -> Iterator[Piece]:
         size += count_utf8_bytes(text)
         if size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{names}: too much text to search; sources are found in up to "
-                f"{format_bytes(MAX_TEXT_BYTES)}"
+                f"{names}: too long to search; use a text of up to {format_bytes(MAX_TEXT_BYTES)}"
             )
         if messages is None:
             yield text, starts_document, place

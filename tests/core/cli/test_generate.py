@@ -110,6 +110,7 @@ def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message
     ("words", "hint"),
     [
         (["runs/txt"], "runs/txt: no run here; did you mean runs/text?"),
+        (["runs/text/checkpoints"], "no run here; did you mean runs/text?"),
         (["runs/text", "--draft", "tex"], "tex: no run here; did you mean runs/text?"),
         (["a\nb " + "c" * 5000], "...: no run here; the newest is runs/text"),
     ],

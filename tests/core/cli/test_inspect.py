@@ -36,6 +36,7 @@ def test_inspect_prints_numbers(gptmini, text_file: Path):
 
 def test_only_a_picture_of_its_own_is_replaced(gptmini):
     pytest.importorskip("matplotlib")
+    pytest.importorskip("gptmini.extras.plots")
     for suffix in ("png", "pdf", "svg"):
         Path(f"mine.{suffix}").write_text("a photo")
         for name, expected in [("mask", 0), ("mask", 0), ("mine", 2)]:

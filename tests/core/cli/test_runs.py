@@ -42,6 +42,19 @@ def test_a_run_is_listed_with_its_figures(gptmini, run):
     assert "cache: " in out
 
 
+def test_files_among_the_folders_are_passed_over_and_an_import_has_no_steps(gptmini, run):
+    Path("runs/compare.json").write_text("{}")
+    found = RunDirectory(Path(run))
+    for step in found.list_steps()[1:]:
+        shutil.rmtree(Path(run, f"checkpoints/step-{step:08}"))
+    (state,) = Path(run).glob("checkpoints/*/state.json")
+    imported = json.loads(state.read_text()) | {"step": 0, "source": "hf:a/b"}
+    state.write_text(json.dumps(imported))
+    state.parent.rename(state.parent.with_name("step-00000000"))
+    row = gptmini("runs", run, "runs/compare.json")[1].splitlines()[1]
+    assert row.split()[:2] == ["runs/text", "imported"]
+
+
 def test_the_loss_of_a_part_of_the_text_is_marked(gptmini, run):
     settled = RunDirectory(Path(run))
     settled.write_config(settled.load_config().with_train(eval_tokens=1024))

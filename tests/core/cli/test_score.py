@@ -22,7 +22,7 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
     assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
     assert f"loss {found['loss']:.4f}" in lines[-1]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert list(scoring._color_tokens(rebuild_score(found)))[-1] == "\n"
+    assert list(scoring._color_tokens(rebuild_score(found)))[-1] == f"\n{scoring.LEGEND}\n"
     code, _, err = gptmini("score")
     assert (code, err.count("\n")) == (2, 1)
 
@@ -37,13 +37,15 @@ def rebuild_score(found: dict) -> Score:
 def test_surprise_is_a_color():
     found = Score([b"a", b"b\nc", b"\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
     text = "".join(scoring._color_tokens(found))
-    assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"
+    colored = "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m"
+    assert text == f"{colored}\n{scoring.LEGEND}\n"
+    assert " \x1b[0m\x1b[48;5;58m 2+ \x1b[0m" in scoring.LEGEND
 
 
 def test_a_character_of_several_tokens_is_shown_whole():
     spellings = [b"a", b"\xe4", b"\xb8\xad!", b"\xe6\x96\x87", b"\n"]
     found = Score(spellings, [1, 2, 3, 4, 5], [-0.1, -1.0, -1.9, -0.1, -0.1], [1, 2, 3, 4, 5], 9)
-    assert "".join(scoring._color_tokens(found)) == "a\x1b[48;5;94m中!\x1b[0m文\n\n"
+    assert "".join(scoring._color_tokens(found)).startswith("a\x1b[48;5;94m中!\x1b[0m文\n\n")
     assert "".join(scoring._format_table(found)).splitlines() == [
         "logprob   rank  token",
         " -0.100      1  a",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gptmini.cli.options import choose_out
 from gptmini.errors import ConfigError
 from gptmini.train import loop
 from gptmini.train.api import fit
@@ -65,6 +66,20 @@ def test_a_text_may_stand_in_the_place_of_a_configuration(gptmini, text_file: Pa
         assert Path("runs/text", name).read_bytes() == Path("other", name).read_bytes()
     code, _, err = gptmini("train", "--data", "text.txt", "text.txt")
     assert (code, "repeat --data before each text, or quote a pattern" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("My Novel (drafts)", "my-novel-drafts"),
+        ("/a/b--c/*.txt", "b-c"),
+        ("hf:A/Stories@main/x*", "stories"),
+        ("《红楼梦》.txt", "红楼梦"),
+        ("-", "text"),
+    ],
+)
+def test_a_run_has_a_name_that_no_shell_needs_quoted(text, name):
+    assert choose_out(None, text) == Path("runs", name)
 
 
 def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):

@@ -97,7 +97,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: empty"),
     ({"messages": ["Hi"]}, r"messages\[0\]: not an object"),
     ({"messages": [ASK]}, "messages: no assistant message"),
-    ({"messages": [ANSWER]}, r"messages\[0\]: of the assistant"),
+    ({"messages": [ANSWER]}, r"messages\[0\]: starts with the assistant"),
     ({"messages": [{"content": "a"}, ANSWER]}, r"messages\[0\]\.role: missing; use system, "),
     ({"messages": [{**ASK, "role": ["user"]}, ANSWER]}, r"messages\[0\]\.role: \['user'\]; use"),
     ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\]\.content: missing"),
@@ -152,11 +152,11 @@ def test_a_template_that_writes_the_separator_gets_no_second():
 
 REFUSED = {
     # As DeepSeek-R1's, whose prompts begin the thoughts.
-    "writes an answer otherwise": (
+    "renders prompt and answer inconsistently": (
         "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant<think>{% endif %}"
     ),
-    "puts no end token behind": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    "ends no answer": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}assistant{% endif %}",
     "messages: no system message": "{{ raise_exception('no system message') }}",
     "tokenizer.json: its chat template fails": "{% for %}",
@@ -256,9 +256,7 @@ def test_prose_alone_gets_neither(tmp_path):
 def test_too_few_conversations_are_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 2)
     config = tiny(data={"path": str(path)}, model={"context_length": 256})
-    with pytest.raises(
-        DataError, match=r"too short \(2 conversations\): \d+ of its tokens are for"
-    ):
+    with pytest.raises(DataError, match=r"too short \(2 conversations\) for"):
         corpus.prepare_corpus(config)
 
 

@@ -238,13 +238,15 @@ def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
     assert tokens_of(*together.training, *together.validation) == expected
 
 
-def test_too_short_a_text_is_refused_with_both_lengths(tmp_path: Path):
+def test_too_short_a_text_is_refused_with_a_length_that_is_enough(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("x" * 19)
     config = tiny(data={"path": str(path)}, model={"context_length": 10})
-    expected = r"a.txt: too short: 2 of its tokens are for validation, but one window needs 11;"
+    expected = r"too short for validation in windows of 11 tokens; use about 104 bytes of text or"
     with pytest.raises(DataError, match=expected):
         corpora.prepare_corpus(config)
+    path.write_text("x" * 110)
+    corpora.prepare_corpus(config)
 
 
 def test_one_window_and_the_token_after_it_are_enough(tmp_path: Path):
@@ -255,7 +257,7 @@ def test_one_window_and_the_token_after_it_are_enough(tmp_path: Path):
     held_out.write_text("y" * 10)  # the end-of-text token stands before them
     assert corpora.prepare_corpus(config).held_out == 11
     held_out.write_text("y" * 9)
-    with pytest.raises(DataError, match="are for validation, but one window needs 11"):
+    with pytest.raises(DataError, match="too short for validation in windows of 11 tokens"):
         corpora.prepare_corpus(config)
 
 

@@ -274,7 +274,7 @@ def test_a_base_that_changes_meanwhile_is_noticed(base, requested, tmp_path):
     longer = base.load_config().with_train(steps=8)
     begin_training(longer, base.path)
     assert base.load_best().step != plan.config.base.step
-    with pytest.raises(CheckpointError, match="changed while this run was prepared"):
+    with pytest.raises(CheckpointError, match="damaged or has changed"):
         loop.train(plan, out.path)
     assert not out.exists
 
@@ -363,7 +363,7 @@ def test_mistakes_are_one_line(gptmini, text_file, other_text):
     assert gptmini("train", "--data", "text.txt", *SMALL)[0] == 0
     data = ["--data", "other.txt"]
     for words, code, line in [
-        (["--from", "runs/text"], 2, "--from runs/text: on which text? add --data PATH"),
+        (["--from", "runs/text"], 2, "--from runs/text: needs a text; add --data PATH"),
         (["--from", "runs/txt", *data], 4, "runs/txt: no run here; did you mean runs/text?"),
         (["--from", "runs/text", *data, "--out", "runs/text"], 2, "runs/text: is the base itself"),
         (["--from", "runs/text", *data, "--attention", "mqa"], 2, "model.attention.variant: mqa"),

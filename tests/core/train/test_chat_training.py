@@ -191,7 +191,7 @@ def test_a_text_without_conversations_is_noted(base, chats, tmp_path, capsys):
     for path in (chats, plain, [str(chats), str(plain)]):
         config = make_config(base, chats, {"path": path if isinstance(path, list) else str(path)})
         make_plan(config, None, dry_run=True)
-        noted.append("may forget how" in capsys.readouterr().err)
+        noted.append("may forget to" in capsys.readouterr().err)
     assert noted == [False, True, False]
 
 

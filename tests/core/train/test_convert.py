@@ -97,7 +97,9 @@ def test_conversions_that_cannot_work_are_refused(trained, tmp_path):
     half = {"variant": "gqa", "n_kv_head": 2}
     convert.convert_run(trained, half, None, tmp_path / "half")
     fewer = load_run(tmp_path / "half", "cpu", "float32")
-    with pytest.raises(ConfigError, match=r"2 KV heads, which do not pool into 4; .* one of 1, 2"):
+    with pytest.raises(
+        ConfigError, match=r"2 KV heads of .* cannot be averaged into 4; .* one of 1, 2"
+    ):
         convert.convert_run(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b")
     with pytest.raises(ConfigError, match="already exists"):
         convert.convert_run(trained, half, None, tmp_path / "half")

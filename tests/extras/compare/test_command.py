@@ -11,8 +11,11 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
     compared: list[tuple[Any, ...]] = []
     written: list[Path] = []
 
-    def note(*arguments: Any) -> str:
+    tuned: list[bool] = []
+
+    def note(*arguments: Any, tune: bool = False) -> str:
         compared.append(arguments)
+        tuned.append(tune)
         return "noted"
 
     monkeypatch.setattr(compare, "compare_variants", note)
@@ -23,12 +26,12 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
     default = ["mha", "gqa:2", "mqa"]
     apart = Path("runs/compared")
     cases: list[tuple[Any, ...]] = [
-        (train, default, 1, new, "validation"),
-        (["d.txt"], default, 1, new, "validation"),
-        ([*train, "--attention", "mqa"], ["mqa"], 1, new, "validation"),
-        ([*train, "--seeds", "100"], default, 100, new, "validation"),
-        ([*train, "--out", "o"], default, 1, Path("o"), "validation"),
-        ([run, run], both, "validation"),
+        (train, default, 1, new, None),
+        (["d.txt"], default, 1, new, None),
+        ([*train, "--attention", "mqa"], ["mqa"], 1, new, None),
+        ([*train, "--seeds", "100"], default, 100, new, None),
+        ([*train, "--out", "o"], default, 1, Path("o"), None),
+        ([run, run], both, None),
         ([run, "--out", "o", "--split", "test"], both[:1], "test"),
     ]
     for words, names, *rest in cases:
@@ -45,3 +48,6 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
         assert compared[-1][-1] == "test"
     gptmini("compare", *train, "--minutes", "2.5", "--attention", "mha")
     assert compared[-1][0]["mha"].train.minutes == 2.5
+    assert not any(tuned)
+    gptmini("compare", *train, "--tune")
+    assert tuned[-1]

@@ -32,7 +32,7 @@ def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_pat
     assert all(job.config.train.patience is None for job in jobs)
     assert len({job.out for job in jobs}) == 4
     for names in (["gqa:2", "gqa2"], [":"], [".."]):
-        with pytest.raises(ConfigError, match="names no folder of its own"):
+        with pytest.raises(ConfigError, match="gives no folder of its own"):
             compare.plan_runs(dict.fromkeys(names, base), 1, tmp_path, {})
     for names, seeds in (([], 1), (["mha"], 0)):
         with pytest.raises(ConfigError, match="needs one variant and one seed"):
@@ -192,7 +192,7 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
 
 def test_the_picture_shows_the_figures_of_the_table():
     pytest.importorskip("matplotlib")
-    one, two = variant("a", 2.0, 2.5), variant("b", 4.0, 4.0)
+    one, two = variant("a", 2.0, 2.5), variant("_b", 4.0, 4.0)
     two.cache_bytes = 2048
     history = [(step * 1_000_000, step * 60.0, 9.0 - step) for step in range(8)]
     for run in (*one.runs, *two.runs):
@@ -206,7 +206,7 @@ def test_the_picture_shows_the_figures_of_the_table():
     assert [line.get_color() for line in right.lines] == ["C0", "C0", "C1", "C1"]
     assert right.get_ylim()[1] == pytest.approx(7.5)  # a tenth above the first that is not steep
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    assert [text.get_text().strip() for text in legend.get_texts()] == ["a", "_b"]
     assert left.get_xlabel() == "KV cache at full context (KiB)"
     assert right.get_xlabel() == "tokens seen (millions)"
     assert left.get_ylabel() == "bits per byte"
@@ -214,7 +214,7 @@ def test_the_picture_shows_the_figures_of_the_table():
     (interval,) = below.collections[0].get_segments()
     low, high = found.difference - found.half_width, found.difference + found.half_width
     assert interval[:, 0].tolist() == pytest.approx([low, high])
-    assert [text.get_text() for text in below.get_yticklabels()] == ["b"]
+    assert [text.get_text() for text in below.get_yticklabels()] == ["_b"]
 
 
 def test_a_picture_that_fails_costs_no_table(gptmini, run, monkeypatch):
@@ -242,10 +242,12 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     assert (code, "needs a single configuration" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "--steps", "9")
     assert (code, "--steps: these runs are already trained" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--tune")
+    assert (code, "--tune: these runs are already trained" in err) == (2, True)
     code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
-    assert (code, "data.test: not set, so there is no test part" in err) == (2, True)
+    assert (code, "--split test: needs a test part" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "text.txt")
-    assert (code, "text.txt: no finished run, as done is" in err) == (2, True)
+    assert (code, "text.txt: not a run; name only runs, as done, or none" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
     assert (code, "no-such-thing: no such configuration or text;" in err) == (2, True)
 
@@ -332,9 +334,12 @@ def test_a_variant_of_another_text_is_refused_after_its_first_run(text_file, tmp
     (tmp_path / "other.txt").write_text(text_file.read_text().upper())
     variants = {"a": {}, "b": {"data": {"path": str(tmp_path / "other.txt")}}, "c": {}}
     with pytest.raises(
-        DataError, match=r"b.seed-1337: has another held-out text than .*a.seed-1337"
+        DataError, match=r"b.seed-1337: its held-out text is not that of .*a.seed-1337"
     ):
         from_python(text_file, variants, "c")
     assert not (tmp_path / "c/c").exists()
+    for wrong in (5, ({}, build_gated), (build_gated,)):
+        with pytest.raises(ConfigError, match=r"a: must be settings, a builder, or \(builder, se"):
+            from_python(text_file, {"a": wrong}, "c")
     with pytest.raises(ConfigError, match=r"wide: model\.d_modle: no such setting; did you mean"):
         from_python(text_file, {"wide": {"model": {"d_modle": 64}}}, "c")

@@ -37,7 +37,7 @@ def test_verdicts_distinguish_a_difference_from_the_spread():
     (row,) = differences(variant("a", 2.0), variant("b", 3.0))
     assert row == ["b", "+1.0000", "", "", "1+1", "one run: spread unknown"]
     text = variants.format_comparison([variant("a", 2.0), variant("b", 3.0)])
-    assert text.endswith("\n\none run says nothing of the spread over seeds; give several")
+    assert text.endswith("\n\none run shows no spread over seeds; train several")
 
 
 def test_each_further_comparison_asks_for_more():
@@ -56,7 +56,7 @@ def test_windows_of_other_lengths_get_a_warning():
     one, two = variant("a", 2.0), variant("b", 2.0)
     assert "warning" not in variants.format_comparison([one, two])
     two.runs[0] = replace(two.runs[0], seq_len=32)
-    assert "warning: measured in windows of 32, 64 tokens" in variants.format_comparison([one, two])
+    assert "warning: windows of 32, 64 tokens" in variants.format_comparison([one, two])
 
 
 def test_curves_run_over_tokens_where_all_saw_the_same_number_else_over_minutes():

@@ -102,8 +102,8 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
     for _ in range(2):
         assert isinstance(open_engine(model, 1, "bfloat16"), TorchEngine)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
-    assert line.endswith("generating with PyTorch, which is slower")
+    assert line.startswith("warning: compiled engine: cannot run this model (logits differ")
+    assert line.endswith("using PyTorch, which is slower")
 
 
 @needs_compiler
@@ -171,7 +171,7 @@ def test_an_engine_that_lacks_something_of_the_model_is_not_used(
     model = noisy(position="alibi", attention={"window": 7})
     engine = open_engine(model, 1, "int8")
     assert isinstance(engine, TorchEngine)
-    assert "compiled engine: does not compute this model (logits differ" in capsys.readouterr().err
+    assert "compiled engine: cannot run this model (logits differ" in capsys.readouterr().err
 
 
 def widen_mlp(self: MLP, config: ModelConfig, old=MLP.__init__) -> None:
@@ -194,8 +194,8 @@ def test_a_model_of_other_shapes_is_left_to_torch(change, weights, monkeypatch, 
         engine = open_engine(model, 1, weights)
         assert isinstance(engine, TorchEngine)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: compiled engine: does not compute this model (a tensor is ")
-    assert line.endswith("generating with PyTorch, which is slower")
+    assert line.startswith("warning: compiled engine: cannot run this model (a tensor is ")
+    assert line.endswith("using PyTorch, which is slower")
 
 
 @needs_compiler

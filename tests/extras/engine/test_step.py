@@ -188,7 +188,7 @@ def test_a_compiler_that_hangs_is_given_up(
     build.build_library.cache_clear()
     assert build.build_library() is None
     assert capsys.readouterr().err == (
-        "warning: g++: has not compiled the decoder within 0.1 seconds; generating with PyTorch, "
+        "warning: g++: has not compiled the decoder within 0.1 seconds; using PyTorch, "
         "which is slower\n"
     )
 

@@ -130,7 +130,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     assert score_text(imported, "It was").n_bytes == 6
     spans = load_text(imported, [str(tmp_path / "text.txt")])
     assert evaluate_run(imported, spans).loss > 1
-    with pytest.raises(DataError, match="has no record of a text; give one with --data"):
+    with pytest.raises(DataError, match="no training text on record; give a text with --data"):
         load_corpus(imported)
     convert.convert_run(imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa")
     converted = load_run(tmp_path / "mqa", "cpu", "float32")

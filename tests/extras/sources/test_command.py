@@ -77,7 +77,7 @@ def test_threads_share_a_text_and_a_copied_run_has_its_own(trained: Path, tmp_pa
     copied = copy.deepcopy(run)
     assert copied.find_copies("lazy dog", "jumps over the ").share == 1
     assert copied.find_copies("lazy dog").share == 0
-    with pytest.raises(DataError, match="no record of a text"):
+    with pytest.raises(DataError, match="no training text on record"):
         Run("runs/x", run.config, run.tokenizer, run.model).find_copies(text)
 
 

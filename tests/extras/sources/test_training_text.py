@@ -117,7 +117,7 @@ def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
     Path("a.txt").unlink()
     with pytest.raises(DataError, match=r"a\.txt: no such file"):
         read_training_text(*arguments, corpus.content)
-    with pytest.raises(DataError, match=r"runs.my: .*no record of a text"):
+    with pytest.raises(DataError, match=r"runs.my: .*no training text on record"):
         read_training_text(*arguments, "")
     piped = tiny(data={"path": "-"})
     with pytest.raises(DataError, match=r"runs.my: .*standard input"):
@@ -128,5 +128,5 @@ def test_a_text_that_is_too_large_is_refused(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
     monkeypatch.setattr(training_text, "MAX_TEXT_BYTES", 1000)
     monkeypatch.setattr("gptmini.data.formats.TEXT_BLOCK_SIZE", 100)  # no chunk is too large
-    with pytest.raises(DataError, match=r"a\.txt: .*too much"):
+    with pytest.raises(DataError, match=r"a\.txt: .*too long"):
         open_of("a.txt")
