@@ -1,8 +1,8 @@
 """gptmini: train a small GPT on your text and look inside.
 
 import gptmini
-run = gptmini.load("runs/python-docs")
-print(run.generate("The ", max_new_tokens=200, temperature=0.8))
+run = gptmini.load("runs/stories")
+print(run.generate("Ella ", max_new_tokens=200, temperature=0.8))
 """
 
 from importlib import import_module

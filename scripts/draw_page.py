@@ -13,7 +13,7 @@ from gptmini.extras.page.export import export_page
 from gptmini.generate.run import load_run
 
 ROOT = Path(__file__).parents[1]
-PROMPT = "The class is defined in the class"
+PROMPT = "Mia had a red kite, and Ben had a blue drum. Mia liked the"
 WIDTH = 1180  # pixels
 
 
@@ -34,7 +34,7 @@ def draw_page(page: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", type=Path, default=Path("runs/python-docs"))
+    parser.add_argument("run", nargs="?", type=Path, default=Path("runs/stories"))
     parser.add_argument("--out", type=Path, default=ROOT / "data", help="folder of the pictures")
     args = parser.parse_args()
     page = args.out / "page.html"

@@ -2,9 +2,9 @@
 
 import gptmini
 
-run = gptmini.load("runs/python-docs")
-print(run.generate("The ", temperature=0.8, max_new_tokens=100))
-for characters in run.stream("The "):
+run = gptmini.load("runs/stories")
+print(run.generate("Ella ", temperature=0.8, max_new_tokens=100))
+for characters in run.stream("Ella "):
     print(characters, end="", flush=True)
 """
 
@@ -514,7 +514,7 @@ def load_run(
 ) -> Run:
     """Load the best checkpoint of a run directory, or that of `step`.
 
-        run = gptmini.load("runs/python-docs")
+        run = gptmini.load("runs/stories")
 
     A run that was trained with a `model` of your own (`gptmini.fit`) is loaded with it, too.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.results import Extent, Table
 
-PROMPT = "The class statement"
+PROMPT = "Ella had seven plums."
 GENERATE = ("generate", "--prompt", PROMPT, "--max-new-tokens", "60")
 SMALL = (
     "--steps",
@@ -53,7 +53,7 @@ def measure(extent: Extent) -> Iterator[Table]:
     ends = Table("first quality", "", ["loss", "bits per byte"], 4)
     with tempfile.TemporaryDirectory() as folder:
         train = time_command(folder, "train", *(SMALL if extent == "trial" else ()))
-        lines = Path(folder, "runs/python-docs/metrics.jsonl").read_text().splitlines()
+        lines = Path(folder, "runs/stories/metrics.jsonl").read_text().splitlines()
         metrics = [json.loads(line) for line in lines]
         last = [line for line in metrics if "val_loss" in line][-1]
         table.append("gptmini train", "seconds", train)

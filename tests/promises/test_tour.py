@@ -20,7 +20,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 STEP = re.compile(r"^\| \d \|.*\| `(.+)` \|.*\|$", re.MULTILINE)  # of attention, in the table
 
 SMALL = [
-    "--set=model={n_layer: 2, n_head: 4, d_model: 16, context_length: 64}",
+    "--set=model={n_layer: 2, n_head: 4, d_model: 16, context_length: 128}",
     "--set=train={steps: 2, batch_size: 4, compile: off}",
     "--set=sample={max_new_tokens: 4}",
     "--set=tokenizer.kind=byte",
@@ -99,15 +99,14 @@ def test_the_table_names_functions_and_tests_that_exist():
 def test_the_commands_within_the_text_run(gptmini):
     """In one folder, as a reader would type them: none is refused for what another has left."""
     pytest.importorskip("matplotlib")
-    for name in ("python-docs.txt", "other.txt"):
+    for name in ("stories.txt", "other.txt"):
         Path(name).write_text(WORDS * 20)
-    run = "runs/python-docs"
-    own = ["--data", "python-docs.txt", *SMALL]
+    own = ["--data", "stories.txt", *SMALL]
     assert gptmini("train", *own)[0] == 0
     commands = re.findall(r"`gptmini\s([^`]+ [^`]+)`", TOUR.read_text() + IDEAS.read_text())
     assert len(commands) > 25
     for command in dict.fromkeys(" ".join(each.split()) for each in commands):
-        words = shlex.split(command.replace("RUN", run).replace("TEXT", "'a text'"))
+        words = shlex.split(command.replace("TEXT", "'a text'"))
         if "--from" in words:
             words += ["--steps", "2"]
         elif words[0] in ("train", "compare"):
