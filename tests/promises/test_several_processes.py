@@ -262,6 +262,31 @@ def test_half_of_torchruns_variables_are_refused(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MASTER_PORT", "abc", "MASTER_PORT: must be a number below 65536, not abc"),
+        ("MASTER_PORT", "70000", "MASTER_PORT: must be a number below 65536, not 70000"),
+        ("RANK", "2", "RANK: must be a number below 2, not 2"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK: must be a number below 2, not -1"),
+        ("MASTER_ADDR", "", "MASTER_ADDR: not set"),
+    ],
+)
+def test_wrong_variables_of_torchrun_are_refused(name, value, message, monkeypatch):
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for each, text in (values | {"MASTER_PORT": "1", name: value}).items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(ConfigError, match=message), join_group():
+        pass
+
+
+def test_empty_variables_of_torchrun_are_a_single_process(monkeypatch):
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with join_group() as group:
+        assert group.world_size == 1
+
+
 def test_several_processes_without_the_guest_are_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "gptmini.extras.parallel", None)
