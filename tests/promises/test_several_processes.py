@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -303,6 +305,29 @@ def test_ranks_that_never_come_are_counted(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RankError, match="1/4"), join_group():
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_others_ends_at_a_signal(number, default_signals):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    waits = "from gptmini.train.group import join_group\nwith join_group(): pass"
+    with subprocess.Popen(
+        [sys.executable, "-c", waits],
+        env=os.environ | values | {"MASTER_PORT": port, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr.readline() == "waiting for all 2 processes\n"
+        while True:  # until it listens, so that it waits in torch
+            with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+                break
+        process.send_signal(number)
+        try:
+            assert process.wait(60) == -number
+        finally:
+            process.kill()
 
 
 DIES_ONCE = """

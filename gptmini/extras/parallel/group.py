@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -133,6 +135,18 @@ def _disconnect_after_failure() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _end_at_signals() -> Iterator[None]:
+    """Let a signal end the process: torch waits in C++, where no handler of Python's is called."""
+    with ExitStack() as restored:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main and signal.getsignal(number) != signal.SIG_IGN:
+                before = signal.signal(number, signal.SIG_DFL)
+                restored.callback(signal.signal, number, before)
+        yield
+
+
 def _read_number(name: str, end: int) -> int:
     """Read a variable of torchrun's; ConfigError if it is not a number below `end`."""
     text = os.environ[name]
@@ -165,7 +179,9 @@ def join_ranks() -> Iterator[ParallelGroup]:
     if rank > 0:
         console.silence()
     try:
-        group.connect()
+        console.say(f"waiting for all {world_size} processes")
+        with _end_at_signals():
+            group.connect()
         with _disconnect_after_failure():
             yield group
         # Wait for all: a rank that leaves earlier would break the connections of the others.
