@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -262,6 +264,31 @@ def test_half_of_torchruns_variables_are_refused(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MASTER_PORT", "abc", "MASTER_PORT: must be a number below 65536, not abc"),
+        ("MASTER_PORT", "70000", "MASTER_PORT: must be a number below 65536, not 70000"),
+        ("RANK", "2", "RANK: must be a number below 2, not 2"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK: must be a number below 2, not -1"),
+        ("MASTER_ADDR", "", "MASTER_ADDR: not set"),
+    ],
+)
+def test_wrong_variables_of_torchrun_are_refused(name, value, message, monkeypatch):
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for each, text in (values | {"MASTER_PORT": "1", name: value}).items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(ConfigError, match=message), join_group():
+        pass
+
+
+def test_empty_variables_of_torchrun_are_a_single_process(monkeypatch):
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with join_group() as group:
+        assert group.world_size == 1
+
+
 def test_several_processes_without_the_folder_are_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "gptmini.extras.parallel", None)
@@ -278,6 +305,29 @@ def test_ranks_that_never_come_are_counted(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RankError, match="1/4"), join_group():
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_others_ends_at_a_signal(number, default_signals):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    waits = "from gptmini.train.group import join_group\nwith join_group(): pass"
+    with subprocess.Popen(
+        [sys.executable, "-c", waits],
+        env=os.environ | values | {"MASTER_PORT": port, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr.readline() == "waiting for all 2 processes\n"
+        while True:  # until it listens, so that it waits in torch
+            with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+                break
+        process.send_signal(number)
+        try:
+            assert process.wait(60) == -number
+        finally:
+            process.kill()
 
 
 DIES_ONCE = """

@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from gptmini import console
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.errors import ConfigError, DivergedError, GptminiError, RankError, Stopped
+from gptmini.errors import ConfigError, DivergedError, GptminiError, RankError, Stopped, shorten
 from gptmini.extras.parallel.gradients import ExactSums, FastGradients, share_orthogonalize
 from gptmini.extras.parallel.planning import plan_on_all_ranks
 from gptmini.extras.parallel.ranks import Ranks
@@ -134,24 +136,52 @@ def _disconnect_after_failure() -> Iterator[None]:
 
 
 @contextmanager
+def _end_at_signals() -> Iterator[None]:
+    """Let a signal end the process: torch waits in C++, where no handler of Python's is called."""
+    with ExitStack() as restored:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main and signal.getsignal(number) != signal.SIG_IGN:
+                before = signal.signal(number, signal.SIG_DFL)
+                restored.callback(signal.signal, number, before)
+        yield
+
+
+def _read_number(name: str, end: int) -> int:
+    """Read a variable of torchrun's; ConfigError if it is not a number below `end`."""
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) >= end:
+        raise ConfigError(
+            f"{name}: must be a number below {end}, not {shorten(text)}; start several processes "
+            f"with torchrun"
+        )
+    return int(text)
+
+
+@contextmanager
 def join_ranks() -> Iterator[ParallelGroup]:
     """Join the ranks that torchrun's variables name.
 
-    ConfigError for variables that are set in part, RankError if another rank does not come, or
-    no longer answers.
+    ConfigError for variables that are wrong or set in part, RankError if another rank does not
+    come, or no longer answers.
     """
-    names = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    names = [name for name in TORCHRUN_VARIABLES if os.environ.get(name)]
     missing = [name for name in TORCHRUN_VARIABLES if name not in names]
     if missing:
         raise ConfigError(
             f"{missing[0]}: not set, but {names[0]} is; start several processes with torchrun"
         )
-    rank, world_size, local_rank = (int(os.environ[name]) for name in TORCHRUN_VARIABLES[:3])
+    world_size = _read_number("WORLD_SIZE", 1 << 16)
+    rank = _read_number("RANK", world_size)
+    local_rank = _read_number("LOCAL_RANK", world_size)
+    _read_number("MASTER_PORT", 1 << 16)
     group = ParallelGroup(rank, world_size, local_rank)
     if rank > 0:
         console.silence()
     try:
-        group.connect()
+        console.say(f"waiting for all {world_size} processes")
+        with _end_at_signals():
+            group.connect()
         with _disconnect_after_failure():
             yield group
         # Wait for all: a rank that leaves earlier would break the connections of the others.
