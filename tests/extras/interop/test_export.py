@@ -483,7 +483,6 @@ def test_the_card_gives_each_figure_its_unit(tmp_path):
     assert "SHA-256 abc" in card
 
 
-@pytest.mark.usefixtures("other_programs")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("to", "package"), [("gguf", "gguf"), ("hf", "transformers")])
 def test_a_sound_tokenizer_that_a_format_lacks_is_no_bug(to, package, tmp_path):

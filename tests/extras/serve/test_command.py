@@ -55,7 +55,7 @@ def test_each_option_reaches_the_server(gptmini, tmp_path, monkeypatch, words, c
     listen, create, load = server.listen, server.Server, loading.load_run
     seen: dict[str, Any] = {}
 
-    def note_load(path: Path, *options: Any) -> Any:
+    def note_load(path: Path, *options: Any, **_: Any) -> Any:
         seen["load"] = options
         return load(path, "cpu")
 
