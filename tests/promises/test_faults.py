@@ -288,7 +288,7 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
         ("train_step", "SIGHUP"),
         ("train_step", "SIGTERM"),
         ("train_step", "SIGINT"),
-        ("evaluate", "SIGTERM"),
+        ("evaluate_validation", "SIGTERM"),
         ("save_checkpoint", "SIGTERM"),
     ],
 )

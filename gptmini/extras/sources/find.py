@@ -61,8 +61,8 @@ def join_pieces(pieces: Iterable[Piece]) -> SourceText:
 class Copy:
     """A stretch of a text, from the character `start` up to `end`, that the training text has.
 
-    Its first occurrence begins in `line` of `file`, counted from 1: the line or row of the record in
-    a file of records.
+    Its first occurrence begins in `line` of `file`, counted from 1: in a file of records, the line
+    or row of the record.
     """
 
     start: int
