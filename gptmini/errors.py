@@ -3,6 +3,8 @@
 A line reads `where: what is wrong; what to do`. Any other exception is a bug in gptmini.
 """
 
+import re
+
 UNSUPPORTED = "not supported; leave it out"  # said of tools, and of fields unknown to us
 
 
@@ -94,6 +96,8 @@ def shorten(value: object, length: int = 60) -> str:
 def describe_os_error(error: Exception) -> str:
     """Describe a failed call in the system's own words: "no such file or directory"."""
     reason = getattr(error, "strerror", None) or str(error)
+    if re.fullmatch(r"\d+ requested and \d+ written", reason):  # as numpy says it
+        reason = "no space left on device"
     return reason.lower()
 
 

@@ -202,6 +202,8 @@ def resolve(name: str) -> Named:
         return Named(text=name)
     configs = load.map_config_names()
     is_named = path.suffix in (".yaml", ".yml") or name in configs
+    if (path / "config.yaml").exists():
+        raise ConfigError(f"{name}: neither a run nor a text; name its config.yaml to train it")
     if path.exists() and not is_named:
         return Named(text=name)
     runs = _list_runs()

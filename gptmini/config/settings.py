@@ -233,7 +233,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
     """Weight decay of matrices in linear layers, of nothing else; default with Muon: 0.1 on large
     texts, 1.0 on small ones."""
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2, strict=False)] = [0.8, 0.95]
     """AdamW's decay rates of its two running averages."""
     grad_clip: Positive = 1.0
     """Largest norm of the gradients; larger ones are scaled down to it."""

@@ -77,7 +77,7 @@ def test_a_failed_output_is_named_as_the_user_named_it(tmp_path: Path):
     with pytest.raises(MachineError) as caught, files.atomic_output(out):
         raise full
     (line,) = caught.value.lines
-    assert line.startswith(f"{out}: could not be written (4096 requested and 328 written), ")
+    assert line.startswith(f"{out}: could not be written (no space left on device), ")
     assert line.endswith(" bytes free; choose another place with --out")
     with pytest.raises(CheckpointError) as other, files.atomic_output(out) as partial:
         raise CheckpointError(f"{partial / 'file'}: damaged")

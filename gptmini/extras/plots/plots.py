@@ -9,7 +9,7 @@ import numpy as np
 from rich.cells import cell_len
 
 from gptmini.errors import ConfigError, make_missing_package_error
-from gptmini.files import check_replaceable
+from gptmini.files import check_replaceable, name_in_errors
 from gptmini.runs.log import select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -54,7 +54,8 @@ def create_figure(width: float, height: float, layout: Any = "constrained") -> F
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure; the file name decides the format."""
     check_suffix(path)
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    with name_in_errors(path):
+        figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
 def hide_borders(axis: Any) -> None:

@@ -1,5 +1,6 @@
 """Pictures of attention weights and masks."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -28,6 +29,16 @@ def test_pictures_are_drawn(tmp_path: Path):
     assert (tmp_path / "mask.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"ends in \.png"):
         plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.txt")
+
+
+def test_a_picture_for_a_full_disk_is_named(tmp_path: Path):
+    class FullDisk:
+        def savefig(self, *_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space") as caught:
+        plots.save_figure(FullDisk(), tmp_path / "p.png")
+    assert caught.value.filename == str(tmp_path / "p.png")
 
 
 @pytest.mark.parametrize(
