@@ -225,7 +225,8 @@ def _format_wrong(value: Any, kind: str) -> str:
     """Format a wrong value, text in quotes; `kind` is the type of pydantic's error."""
     if isinstance(value, float) and not kind.startswith("int"):
         return f"{value:.16g}"  # -1, as it was typed, not -1.0
-    return repr(value) if isinstance(value, str) else format_value(value)
+    is_numpy = hasattr(value, "dtype")  # np.int64(4), which looks like a number
+    return repr(value) if is_numpy or isinstance(value, str) else format_value(value)
 
 
 def format_value(value: Any) -> str:

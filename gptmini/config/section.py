@@ -1,6 +1,7 @@
 """The base class of every group of settings, and the checked types of their values."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
@@ -11,11 +12,12 @@ from gptmini.errors import ConfigError
 
 
 def _check_path(path: Any, check: Callable[[Any], str]) -> str:
+    path = str(path) if isinstance(path, Path) else path
     return path if path and isinstance(path, str) else check(path)
 
 
 def _to_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | Path) else value
 
 
 def _to_on_or_off(value: Any) -> Any:

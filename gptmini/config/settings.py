@@ -238,7 +238,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
     """Weight decay of matrices in linear layers; nothing else decays. Left out, it is 0.1 with Muon
     where the risk of overfitting is low, else 1.0."""
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2, strict=False)] = [0.8, 0.95]
     """AdamW's decay rates of the two running averages."""
     grad_clip: Positive = 1.0
     """Scale gradients down to this total norm when it is larger."""

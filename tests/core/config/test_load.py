@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -153,6 +154,20 @@ def test_a_single_text_will_do_for_a_list():
     assert (config.sample.stop, config.sample.ban) == (["."], ["x"])
     assert (config.train.log_to, config.data.path) == (["wandb"], ["a.txt"])
     assert validate(config.model_dump(), {}) == config
+
+
+def test_paths_and_tuples_are_taken_from_python():
+    data = {"path": [Path("a.txt"), "b.txt"], "validation_path": Path("c.txt")}
+    config = validate({"data": data, "train": {"betas": (0.9, 0.95)}}, {})
+    assert config.data.path == ["a.txt", "b.txt"]
+    assert config.data.validation_path == ["c.txt"]
+    assert config.train.betas == [0.9, 0.95]
+    dump(config.model_dump(exclude_unset=True))  # plain data
+
+
+def test_a_number_of_numpy_is_refused_as_one():
+    with pytest.raises(ConfigError, match=r"train\.steps: must be a valid integer, not .*int64"):
+        validate({"train": {"steps": np.int64(4)}}, {})
 
 
 def test_a_value_is_not_a_section(tmp_path: Path):
