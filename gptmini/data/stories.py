@@ -11,17 +11,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# How many words could stand at a place of each rule, for somebody who knows all but the rule.
+# Of each rule: how many words could stand at its places, for somebody who knows all but the rule;
+# and an example.
 RULES = {
-    "pronoun": 2,  # she or he, by the name
-    "turn": 2,  # which of two speaks now
-    "name": 2,  # which of two does it, or has it done
-    "copy": 10,  # the thing or colour that was named before
-    "place": 10,  # the place that was named long before
-    "day": 7,  # the next one
-    "rank": 3,  # who of three is first, second and last
-    "sum": 12,  # the number that is left, or both together
-    "binding": 2,  # which of two colours belongs to this thing
+    "pronoun": (2, "Ella had none. So [she] ..."),
+    "turn": (2, '"Are you hungry?" asked Ella. "Yes," said [Ben].'),
+    "name": (2, "Ella gave the key to Ben, and Ben gave the drum to [Ella]."),
+    "copy": (10, "Ella found a red kite. She took the [red] [kite] home."),
+    "place": (10, "I live in the mill. ... They came to the [mill]."),
+    "day": (7, "On Monday she began. On [Tuesday] she painted it."),
+    "rank": (3, "Ada was faster than Ben. So [Ada] was first."),
+    "sum": (12, "Ella had seven plums and gave two away. Now she had [five]."),
+    "binding": (2, "a red kite and a blue drum: so the kite is [red]"),
 }
 
 GIRLS = "Ada Ella Eva Ida Iris Ivy Kate Lily Lucy Mia Nora Rosa Ruth Tess Zoe".split()

@@ -5,14 +5,12 @@ it says before the first step is in header.py.
 """
 
 import signal
-import statistics
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from gptmini import machine
-from gptmini.console import say, warn
+from gptmini.console import say
 from gptmini.errors import DivergedError
 from gptmini.plan.recipe import compute_useful_steps
 from gptmini.runs.log import RunLog
@@ -20,11 +18,6 @@ from gptmini.train.header import say_header_lines
 from gptmini.train.progress_bar import TrainingProgressBar
 from gptmini.train.sample import generate_sample
 from gptmini.train.state import Training
-
-RECENT_LOSSES = 50  # with which a new one is compared
-MIN_LOSSES_FOR_SPIKE = 20  # before which their spread says nothing
-SPIKE_DEVIATIONS = 6  # of the last losses, above their mean
-SPIKE_MARGIN = 0.1  # in nats, where the last losses hardly differ
 
 Metrics = dict[str, Any]
 
@@ -42,7 +35,6 @@ class Reporter:
         if training.group.rank == 0:
             self._log = RunLog(training.run.path, training.config, training.step)
         self._bar = TrainingProgressBar(training.step, training.config.train.steps)
-        self._recent_losses: deque[float] = deque(maxlen=RECENT_LOSSES)
         self._last_logged = (training.step, training.progress.seconds)
 
     def __enter__(self) -> "Reporter":
@@ -56,7 +48,6 @@ class Reporter:
         training = self._training
         if step:
             self._bar.advance(step["train_loss"], training.config.train.steps)
-            self._warn_of_spike(step["train_loss"])
             if training.own.on_step is not None:
                 training.own.on_step(training.step, step)
         line: Metrics = {}
@@ -94,15 +85,6 @@ class Reporter:
         self._last_logged = now
         tokens = (now[0] - step) * self._training.tokens_per_step
         return round(tokens / (now[1] - seconds), 1)
-
-    def _warn_of_spike(self, loss: float) -> None:
-        """Warn when a loss is far above those of the last steps."""
-        recent = self._recent_losses
-        if len(recent) >= MIN_LOSSES_FOR_SPIKE:
-            usual = statistics.mean(recent)
-            if loss > usual + SPIKE_DEVIATIONS * statistics.pstdev(recent) + SPIKE_MARGIN:
-                warn(f"step {self._training.step}: loss {loss:.4g} after {usual:.4g}")
-        recent.append(loss)
 
 
 # -- why it ends -----------------------------------------------------------------------------------

@@ -21,17 +21,6 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 N_STORIES = 300
 STORIES_AT_ONCE = 16
 UNSEEN_SEED = SEED + 1
-EXAMPLES = {
-    "pronoun": "Ella had none. So [she] ...",
-    "turn": '"Are you hungry?" asked Ella. "Yes," said [Ben].',
-    "name": "Ella gave the key to Ben, and Ben gave the drum to [Ella].",
-    "copy": "Ella found a red kite. She took the [red] [kite] home.",
-    "place": "I live in the mill. ... They came to the [mill].",
-    "day": "On Monday she began. On [Tuesday] she painted it.",
-    "rank": "Ada was faster than Ben. So [Ada] was first.",
-    "sum": "Ella had seven plums and gave two away. Now she had [five].",
-    "binding": "a red kite and a blue drum: so the kite is [red]",
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,7 @@ def _summarize(rule: str, rights: list[bool]) -> LearntRule:
     right = sum(rights)
     middle = (right + 2) / (n + 4)
     half_width = 2 * math.sqrt(middle * (1 - middle) / (n + 4))
-    return LearntRule(rule, right / n, half_width, n, 1 / RULES[rule])
+    return LearntRule(rule, right / n, half_width, n, 1 / RULES[rule][0])
 
 
 def format_rules(rules: list[LearntRule]) -> list[str]:
@@ -108,5 +97,5 @@ def format_rules(rules: list[LearntRule]) -> list[str]:
     for each in rules:
         right = f"{100 * each.right:3.0f} % ± {100 * each.half_width:.0f}"
         guess = f"{100 * each.chance:3.0f} %"
-        lines.append(f"{each.rule:8}  {right:12}  {guess}  {EXAMPLES[each.rule]}")
+        lines.append(f"{each.rule:8}  {right:12}  {guess}  {RULES[each.rule][1]}")
     return lines

@@ -357,21 +357,6 @@ def test_sigusr1_saves_one_checkpoint_and_training_continues(train, config, monk
     assert saved == [3, 4, 6]
 
 
-def test_a_spike_is_reported(train, config, monkeypatch, capsys):
-    config = tiny(data={"path": config.data.path}, train={"steps": 40, "lr": 1e-6})
-    update = loop.train_step
-
-    def spike(training: Any) -> Any:
-        metrics = update(training)
-        return metrics | ({"train_loss": 9.0} if training.step == 29 else {})
-
-    monkeypatch.setattr(loop, "train_step", spike)
-    train(config)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "loss 9 after" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("warning: step 30: loss 9 after 5.")
-
-
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     max_examples=20,
