@@ -151,10 +151,7 @@ def _read_number(name: str, end: int) -> int:
     """Read a variable of torchrun's; ConfigError if it is not a number below `end`."""
     text = os.environ[name]
     if not text.isdecimal() or int(text) >= end:
-        raise ConfigError(
-            f"{name}: must be a number below {end}, not {shorten(text)}; start several processes "
-            f"with torchrun"
-        )
+        raise ConfigError(f"{name}: must be a number below {end}, not {shorten(text)}")
     return int(text)
 
 
