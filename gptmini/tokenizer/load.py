@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import files
-from gptmini.errors import DataError, describe_os_error, explain_missing_part
+from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer.bpe import WORD_PATTERN, learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import (
     BpeTokenizer,
@@ -91,10 +91,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def _adopt_file(path: Path) -> Tokenizer:
     """Make a tokenizer of a tokenizer.json of Hugging Face."""
-    try:
-        from gptmini.extras.interop.adopt import adopt_tokenizer  # noqa: PLC0415 - may be missing
-    except ModuleNotFoundError as error:
-        raise explain_missing_part(f"{path}: a tokenizer of another model", error) from None
+    from gptmini.extras.interop.adopt import adopt_tokenizer  # noqa: PLC0415 - may be missing
+
     return adopt_tokenizer(files.read_regular(path).decode(), path, end_tokens=USUAL_ENDS)
 
 
