@@ -225,8 +225,8 @@ def resolve_run(run: Path | None) -> Path:
     runs = _list_runs()
     near = difflib.get_close_matches(run.name, runs, 1)
     hint = "make one with gptmini train, or of a pretrained model with gptmini import"
-    if near:
-        hint = f"did you mean {runs[near[0]]}?"
+    if near or is_run(run.parent):
+        hint = f"did you mean {runs[near[0]] if near else run.parent}?"
     raise CheckpointError(f"{shorten(run)}: no run here; {hint}")
 
 

@@ -91,7 +91,7 @@ def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
         first, *each = capsys.readouterr().err.splitlines()
         assert first == f"warning: {folder}{path}: {count} files skipped:"
         assert len(each) == int(count[0])
-        problem = "binary data, not plain text; choose a text file"
+        problem = "binary data, not plain text; unpack it, or choose a text file"
         assert each[0] == f"  {folder}/cover.jpg: {problem}"
     with pytest.raises(DataError, match=r"cover.jpg: binary data, not plain text; choose"):
         texts(str(folder / "cover.jpg"))
@@ -221,7 +221,7 @@ def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
     with pytest.raises(DataError) as error:
         texts("data/tinyshakespeare.txt")
     assert error.value.lines == (
-        "data/tinyshakespeare.txt: no such file or directory; get it with: "
+        "data/tinyshakespeare.txt: no such file or directory; get it with "
         "gptmini data fetch tinyshakespeare",
     )
     with pytest.raises(DataError, match=r"none\.txt: no such file or directory; check the path"):
