@@ -93,7 +93,7 @@ def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
         assert len(each) == int(count[0])
         problem = "binary data, not plain text; unpack it, or choose a text file"
         assert each[0] == f"  {folder}/cover.jpg: {problem}"
-    with pytest.raises(DataError, match=r"cover.jpg: binary data, not plain text; choose"):
+    with pytest.raises(DataError, match=r"cover.jpg: binary data, not plain text; unpack"):
         texts(str(folder / "cover.jpg"))
     with pytest.raises(DataError, match=r"no text found, only such as .*jpg: binary data, not"):
         texts(f"{folder}/*.jpg")
