@@ -1,17 +1,23 @@
-"""Load parts of extras/ that several others use; a command says which folder a copy lacks."""
+"""Load parts of extras/ that several others use; MachineError where one is not in this copy."""
 
 from types import ModuleType
+
+from gptmini.errors import explain_missing_part
 
 
 def load_plots() -> ModuleType:
     """Load what draws pictures."""
-    from gptmini.extras.plots import plots  # noqa: PLC0415 - may be missing
-
+    try:
+        from gptmini.extras.plots import plots  # noqa: PLC0415 - may be missing
+    except ModuleNotFoundError as error:
+        raise explain_missing_part("pictures", error) from None
     return plots
 
 
 def load_pages() -> ModuleType:
     """Load what makes a page of a run."""
-    from gptmini.extras.page import export  # noqa: PLC0415 - may be missing
-
+    try:
+        from gptmini.extras.page import export  # noqa: PLC0415 - may be missing
+    except ModuleNotFoundError as error:
+        raise explain_missing_part("pages", error) from None
     return export

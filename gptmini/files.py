@@ -62,7 +62,12 @@ def check_run_folder(out: Path) -> None:
     if not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
     names = {name for name in os.listdir(out) if not name.startswith(".tmp-")}
-    is_begun = "lock" in names and names <= {"lock", "checkpoints", "tokenizer.json"}
+    is_begun = "lock" in names and names <= {
+        "lock",
+        "checkpoints",
+        "tokenizer.json",
+        "request.yaml",
+    }
     if names and not is_begun:
         raise ConfigError(f"--out {out}: not empty, and no run; choose another --out")
 

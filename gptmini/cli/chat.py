@@ -8,14 +8,11 @@ from gptmini.cli.generate import Settings, load, print_answer, read_line
 from gptmini.cli.options import (
     Device,
     MaxNewTokens,
-    MinP,
     RunName,
     SampleAssignments,
     Seed,
     Temperature,
     Threads,
-    TopK,
-    TopP,
     WeightsType,
     option,
     parse_sampling,
@@ -32,9 +29,6 @@ def chat(
     prompt: str | None = option(None, "TEXT", "Ask this alone; without it, type messages."),
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
     seed: Seed = None,
     assignments: SampleAssignments = None,
     weights: WeightsType = "bfloat16",
@@ -45,14 +39,7 @@ def chat(
 
     Sampling options default to the run's own settings.
     """
-    sampling = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     settings = parse_sampling(sampling, assignments)
     trained = load(resolve_run(run), device, weights, shows_name=run is None)
     lines: Iterable[str] = iter(read_line, None)

@@ -50,7 +50,7 @@ def load_torch() -> None:
         gc.enable()
 
 
-NEWEST_RUN_HELP = "the newest directory in runs/"
+NEWEST_RUN_HELP = "the run in runs/ trained last"
 _CONFIG_HELP = "A YAML file, a name in configs/, a text, or a run."
 _DATA_HELP = "Text: file, folder, quoted glob, -, builtin:stories or hf:OWNER/NAME; repeatable."
 _SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."

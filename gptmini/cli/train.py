@@ -119,10 +119,11 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
 def _show_rules(trained: "Training") -> None:
     """Print which rules of the built-in stories the model has learnt."""
     from gptmini.console import say
+    from gptmini.generate.run import load_run
     from gptmini.train.rules import format_rules, measure_rules
 
-    with trained.enter_inference():
-        rules = measure_rules(trained.model, trained.corpus.tokenizer)
+    run = load_run(trained.run.path, trained.compute.device.type, "float32")
+    rules = measure_rules(run.model, run.tokenizer)
     say("how often it gets a word right that a rule of the stories determines:")
     say("")
     for line in format_rules(rules):

@@ -214,8 +214,8 @@ class TrainConfig(Section):
     muon_lr: Rate = 0.02
     """Peak learning rate of Muon, on the schedule of lr."""
     lr: Rate = 2e-3
-    """Peak learning rate of AdamW, with Muon not of the blocks' matrices; default: 2e-3, or 12e-3
-    with Muon on large texts."""
+    """Peak learning rate of AdamW, which beside Muon trains all but the blocks' matrices; default:
+    2e-3, or 12e-3 with Muon on large texts."""
     embed_lr: Rate | None = None
     """Peak learning rate of the token embeddings; null: lr, or 4 lr with Muon and an untied head on
     large texts."""

@@ -177,7 +177,7 @@ def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
             needed = format_bytes(text.bytes * window / max(1, len(file)))
             raise DataError(
                 f"{corpus.name}: too short{amount} for {split} in windows of {window:,} tokens; "
-                f"use about {needed} of text or more, or lower model.context_length"
+                f"use about {needed} of text or more, or lower train.seq_len"
             )
 
 

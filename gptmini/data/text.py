@@ -65,8 +65,9 @@ class Text:
 
     @property
     def bytes(self) -> int:
-        """Size on disk, compressed where the files are."""
-        return sum(file.bytes for file in self.files)
+        """Size on disk, compressed where the files are; of stories, which are made up, their own."""
+        sizes = (stories.BYTES if file.kind == "stories" else file.bytes for file in self.files)
+        return sum(sizes)
 
     @cached_property
     def digest(self) -> str:
@@ -152,7 +153,7 @@ class Text:
     def iter_splits(self, splits: Collection[Split]) -> Iterator[tuple[Split, TextChunk]]:
         """Yield the text of some splits, as iter_chunks does all of it, in one pass.
 
-        DataError at its end if one of them has only white space.
+        Of documents, DataError at its end if one of them has only white space.
         """
         if not self.validation and not self.test:
             return (("training", chunk) for chunk in self.iter_chunks())

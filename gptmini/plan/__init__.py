@@ -5,6 +5,5 @@ resumed or the base, then the text is opened, then five steps settle what is ope
 minutes.py (sizes and steps for a given time, by the figures of estimates.py), recipe.py (learning
 rates, weight decay, dropout and tying, by the risk of overfitting) and timing.py (the machine: the
 time of a step, threads, rows per pass, torch.compile), and these cost.py (arithmetic). plan.py is
-what comes out, which train/ follows. cuda_graph.py makes a CUDA graph of the loss. report.py is for
-`gptmini size`.
+what comes out, which train/ follows. cuda_graph.py makes a CUDA graph of the loss.
 """

@@ -208,7 +208,7 @@ def choose_steps(
     if steps < int(left) and not stated_steps:
         takes = format_duration((steps + evaluations * evaluation) * per_step)
         say(
-            f"  time      training takes about {takes} of it: reading so short a text more often "
+            f"  time      training takes about {takes}: reading so short a text more often "
             "would make the model worse"
         )
     # Where there is time for the last evaluation alone, it stays the only one on a faster machine.
@@ -322,7 +322,9 @@ def compute_steps_for_minutes(
     if train.minutes is None or has_cooled:
         return train.steps
     evaluation = count_evaluation_in_steps(config, held_out)
-    evaluations = step // train.eval_every - first_step // train.eval_every
+    evaluations = 0  # from the first step on, the seconds are those of updates alone
+    if first_step:
+        evaluations = step // train.eval_every - first_step // train.eval_every
     made = step - first_step + evaluations * evaluation
     seconds = (1 - MAX_SAMPLE_SHARE) * 60 * train.minutes - elapsed  # and the last sample
     possible = seconds / (elapsed - first_elapsed) * made

@@ -103,7 +103,7 @@ class Machine:
         if seconds[-1] < MAX_SHARE_OF_TIME_WITH_ONE_THREAD * seconds[0]:
             chosen = 1
             say(
-                f"  threads   1: a step takes {seconds[1]:.2f} s with one, {seconds[0]:.2f} with "
+                f"  threads   1: a step takes {seconds[1]:.3g} s with one, {seconds[0]:.3g} with "
                 f"{computes[0].threads}; --threads sets another number"
             )
         machine = replace(self, compute=computes[chosen])

@@ -39,7 +39,7 @@ def build_training(
     compute = plan.machine.compute
     train = config.train
     if group.is_sharded and (own.model is not None or own.optimizer is not None):
-        raise ConfigError("train.shard: not with a model or optimizer of your own; set it to off")
+        raise ConfigError("train.shard: not with a model or optimizer of your own; set it to false")
 
     torch.manual_seed(seed_from(train.seed))  # the same weights on all ranks
     model = _build_model(plan, own, group)

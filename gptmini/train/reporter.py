@@ -107,8 +107,8 @@ def describe_how_to_continue(training: Training) -> str:
         option = "--minutes" if training.steps_follow_minutes else "--steps"
         return f"pass a larger {option} to train longer"
     return (
-        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
-        f"ago; pass --set train.patience=null to train on"
+        f"the validation loss was best at step {best['step']}; pass --set train.patience=null to "
+        f"train on"
     )
 
 

@@ -83,8 +83,7 @@ def _try_compiled(training: Training, tokens: Tensor, targets: Tensor) -> tuple[
     undo_compiling(training.model)
     training.config = training.config.with_train(compile="off")
     training.progress.compile = "off"
-    if training.group.rank == 0:
-        training.run.write_config(training.config)
+    training.group.on_rank_zero(training.run.write_config, training.config)
     training.model.zero_grad()
     return _compute_gradients(training, tokens, targets)
 

@@ -144,7 +144,7 @@ def format_comparison(variants: list[Variant], as_markdown: bool = False) -> str
     bullet = "- " if as_markdown else ""
     lines = [console.format_table(build_rows(variants), as_markdown), ""]
     lines += [bullet + line for line in describe_table(variants)]
-    if any(variant.runs[0].rules for variant in variants):
+    if any(run.rules for variant in variants for run in variant.runs):
         lines += ["", console.format_table(build_rule_rows(variants), as_markdown), ""]
         lines += [f"{bullet}rules: % of the words that a rule of the stories determines are right"]
     if variants[0].by_rate:
@@ -172,11 +172,12 @@ def describe_table(variants: list[Variant]) -> list[str]:
 
 def build_rule_rows(variants: list[Variant]) -> list[list[str]]:
     """Return how often each rule of the stories is followed, in %, under a row of headings."""
-    names = list(next(variant.runs[0].rules for variant in variants if variant.runs[0].rules))
+    runs = [run for variant in variants for run in variant.runs]
+    names = list(dict.fromkeys(name for run in runs for name in run.rules))
     rows = [["rules", *names]]
     for variant in variants:
-        shares = {name: [run.rules[name] for run in variant.runs if run.rules] for name in names}
-        cells = [f"{100 * mean(each):.0f}" if each else "" for each in shares.values()]
+        shares = [[run.rules[name] for run in variant.runs if name in run.rules] for name in names]
+        cells = [f"{100 * mean(each):.0f}" if each else "" for each in shares]
         rows.append([variant.name, *cells])
     return rows
 
@@ -189,7 +190,8 @@ def build_rate_rows(variants: list[Variant]) -> list[list[str]]:
         tried = dict(variant.by_rate)
         best = find_best_rate(tried)
         cells = [f"{tried[rate]:.4f}" if rate in tried else "" for rate in rates]
-        rows.append([variant.name, *cells, f"{best:g}x", f"{tried[best] - tried[1.0]:+.4f}"])
+        brought = f"{tried[best] - tried[1.0]:+.4f}" if isfinite(tried[1.0]) else ""
+        rows.append([variant.name, *cells, f"{best:g}x", brought])
     return rows
 
 

@@ -64,7 +64,7 @@ def _list_parts(model: nn.Module) -> list[Any]:
 
 def _sum_bits(tensor: Tensor) -> Tensor:
     """Add up the bits of a tensor of any type; whatever changes in it changes the sums (N,)."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     if data.storage_offset() % 8:  # words begin at multiples of 8 bytes
         data = data.clone()
     n_bytes = len(data) // 8 * 8

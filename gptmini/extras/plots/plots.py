@@ -28,7 +28,7 @@ def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
         raise ConfigError(
             f"--out {path}: unknown format; use a name that ends in {', '.join(kinds)}"
         )
-    check_replaceable(path, b"gptmini" if path.suffix.lower() == ".html" else b"atplotlib")
+    check_replaceable(path, b"atplotlib")
 
 
 def check_can_draw() -> None:

@@ -194,7 +194,7 @@ def test_a_page_of_a_deleted_folder_says_so(gptmini, monkeypatch, run: str):
         monkeypatch.setitem(sys.modules, name, None)
     code, _, err = gptmini("inspect", run, "--prompt", "the", "--out", "a.html")
     assert code == 5
-    assert err.splitlines()[-1].startswith("gptmini: this command: gptmini/extras")
+    assert err.splitlines()[-1].startswith("gptmini: pages: gptmini/extras")
 
 
 def test_the_version(gptmini):
