@@ -65,7 +65,7 @@ class Text:
 
     @property
     def bytes(self) -> int:
-        """Size on disk, compressed where the files are; of stories, which are made up, their own."""
+        """Size on disk, compressed where the files are; of stories, that of their text."""
         sizes = (stories.BYTES if file.kind == "stories" else file.bytes for file in self.files)
         return sum(sizes)
 

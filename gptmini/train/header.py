@@ -89,8 +89,6 @@ def _describe_machine(training: Training) -> str:
         f"{progress.dtype}",
         f"micro-batch {train.micro_batch_size}",
     ]
-    if progress.deterministic:
-        parts.append("deterministic")
     if training.group.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
     if train.compile == "on":

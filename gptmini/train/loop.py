@@ -35,8 +35,6 @@ def train(
 ) -> Training | None:
     """Train a run to its last step, resuming it if it exists; None if it was finished already.
 
-    If `verbose`, the recipe and the machine are shown as well.
-
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
     Stopped after a signal, once everything is saved.
