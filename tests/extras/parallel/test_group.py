@@ -163,7 +163,7 @@ def test_more_ranks_than_accelerators_are_refused(chosen):
 
 
 def test_accelerators_whose_tensors_cannot_be_exchanged_are_refused(chosen):
-    with pytest.raises(MachineError, match="--device mps: several processes cannot train on it"):
+    with pytest.raises(MachineError, match="--device mps: several processes need NCCL"):
         Ranks(0, 2).select_accelerator(torch.device("mps"))
     Ranks(0, 2).select_accelerator(torch.device("cpu"))
     assert chosen == []
