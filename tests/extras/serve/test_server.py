@@ -687,7 +687,9 @@ def test_pages_of_other_sites_are_refused(url: str, headers, status):
     assert answer.status_code == status
     assert "access-control-allow-origin" not in answer.headers
     if status == 403:
-        assert answer.json()["error"]["message"].startswith("origin: pages of other sites are refused")
+        assert answer.json()["error"]["message"].startswith(
+            "origin: pages of other sites are refused"
+        )
 
 
 @pytest.mark.parametrize(
