@@ -28,12 +28,12 @@ def keep_to_minutes(training: Training) -> None:
     is_last_chance = training.step - 1 <= cooldown_begins < training.step + to_next
     if to_next < STEPS_BETWEEN_FITS and not is_last_chance:
         return
-    steps = training.group.on_rank_zero(
-        lambda: compute_steps_for_minutes(config, since, now, training.corpus.held_out)
-    )
+    on_rank_zero = training.group.on_rank_zero
+    held_out = training.corpus.held_out
+    steps = on_rank_zero(compute_steps_for_minutes, config, since, now, held_out)
     if steps > settings.steps:
         useful = compute_useful_steps(config, training.plan.text_size)  # more overfit
         steps = max(settings.steps, int(min(steps, useful)))
     if steps != settings.steps:
         training.config = config.with_train(steps=steps)
-        training.group.on_rank_zero(lambda: training.run.write_config(training.config))
+        on_rank_zero(training.run.write_config, training.config)
