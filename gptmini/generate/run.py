@@ -59,25 +59,19 @@ _opening = threading.RLock()
 class Generation:
     """Texts that are generated together; iterate for (number, new characters) as they grow.
 
-    Nothing is computed before the first step of the iterator. `seconds` and `time_to_first_token`
-    count from there.
+    Nothing is computed before the first step of the iterator, which opens an engine: `engine` is
+    its name, and `seconds` and `time_to_first_token` count from then.
     """
 
-    def __init__(
-        self,
-        tokens: Iterator[tuple[Sequence, int, Tensor]],
-        samples: list[Sequence],
-        logprobs: bool,
-        engine: str,
-    ) -> None:
-        """`tokens` comes from `sampler.sample_tokens`; `engine` names the engine."""
+    def __init__(self, tokens: Iterator[Any], samples: list[Sequence], logprobs: bool) -> None:
+        """`tokens` yields the engine's name, then what `sampler.sample_tokens` does."""
         self.samples = samples
-        self.engine = engine
+        self.engine = ""
         self.seconds = 0.0
         self.time_to_first_token = 0.0
         self._tokens = tokens
         self._logprobs = logprobs
-        self._started: float | None = None
+        self._started = 0.0
 
     @property
     def n_tokens(self) -> int:
@@ -101,7 +95,9 @@ class Generation:
         return self.samples
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        self._started = self._started or time.perf_counter()
+        if not self.engine:
+            self.engine = next(self._tokens)
+            self._started = time.perf_counter()
         for text, token, logits in self._tokens:
             self.seconds = time.perf_counter() - self._started
             self.time_to_first_token = self.time_to_first_token or self.seconds
@@ -291,9 +287,7 @@ class Run:
                 f"draft {draft.path}: its tokenizer differs from that of {self.path}; "
                 "use a draft with the same tokenizer"
             )
-        tokens = self._generate_tokens(texts, draft, use_cache)
-        with self.borrow_engine(len(texts), use_cache) as engine:  # as the first token will
-            return Generation(tokens, texts, logprobs, engine.name)
+        return Generation(self._generate_tokens(texts, draft, use_cache), texts, logprobs)
 
     def find_copies(self, text: str, prompt: str = "") -> "Copies":
         """Find what a text copies from the training text, and where that stands.
@@ -343,8 +337,11 @@ class Run:
 
     def _generate_tokens(
         self, texts: list[Sequence], draft: "str | Run | None", use_cache: bool
-    ) -> Iterator[tuple[Sequence, int, Tensor]]:
-        """Yield what `sampler.sample_tokens` yields, on engines that nobody else uses meanwhile."""
+    ) -> Iterator[Any]:
+        """Yield the engine's name, then what `sampler.sample_tokens` does.
+
+        Nobody else uses the engines meanwhile.
+        """
         # A generator borrows its engines at its first step and gives them back when it is closed,
         # also if nobody iterates to the end.
         with ExitStack() as engines:
@@ -355,6 +352,7 @@ class Run:
                 drafter = DraftModel(draft.context_length, draft_engine)
             elif draft:
                 drafter = PromptLookup()
+            yield engine.name
             if drafter is None:
                 yield from sample_tokens(engine, texts)
             else:

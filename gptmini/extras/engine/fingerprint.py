@@ -72,5 +72,5 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     n_words = len(words) // N_SUMS * N_SUMS
     sums = words[:n_words].view(-1, N_SUMS).sum(0)
     # In 64 bits an even number of changed signs adds up to nothing, so signs are counted, too.
-    n_negative = (words < 0).count_nonzero()
+    n_negative = -(words >> 63).sum()
     return torch.cat([sums, words[n_words:], data[n_bytes:].long(), n_negative[None]])

@@ -99,7 +99,9 @@ def test_loaded_again_it_evaluates_and_generates_alone_as_in_a_batch(config, cap
     assert together == alone
     (uncached,) = run.start(["the"], use_cache=False, max_new_tokens=9, temperature=0).finish()
     assert uncached.text == alone[0]
-    assert run.start(["the"]).engine == "torch"
+    generation = run.start(["the"])
+    generation.finish()
+    assert generation.engine == "torch"
     assert "computes something else" not in capfd.readouterr().err
 
 

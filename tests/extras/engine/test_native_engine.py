@@ -216,7 +216,9 @@ def test_engines_of_one_run_share_its_weights(path: Path):
 def test_a_run_that_only_generates_never_has_its_matrices_in_float32(path: Path, weights: str):
     run = load_run(path, weights=weights, rounds_model=True)
     run.generate("the ")
-    assert run.start(["the "]).engine == "compiled"
+    generation = run.start(["the "])
+    generation.finish()
+    assert generation.engine == "compiled"
     run.fingerprint  # noqa: B018
     stored = run._model
     matrices = [weight for weight in stored.blocks.parameters() if weight.ndim == 2]
