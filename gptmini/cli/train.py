@@ -40,7 +40,7 @@ def train(
         None,
         "DIR",
         "Run directory to create or resume.",
-        show_default="runs/ and the name of the configuration or text",
+        show_default="runs/ and the name of CONFIG or the text",
     ),
     attention: AttentionName = None,
     steps: Steps = None,
@@ -54,9 +54,8 @@ def train(
 ) -> None:
     """Train a model on a text, or resume a run.
 
-    Without CONFIG and --data, train configs/default.yaml: a small model, in two minutes, on
-    stories that a grammar makes up. To resume a stopped run, repeat the command, or use the run
-    directory as CONFIG.
+    Without CONFIG and --data, it learns little built-in stories for two minutes. To resume a
+    stopped run, repeat the command, or give the run directory as CONFIG.
     """
     started = time.perf_counter()
     from gptmini.config.load import find_request
