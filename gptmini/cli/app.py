@@ -73,7 +73,7 @@ class _Command(typer.core.TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List arguments and options under the headings of their panels, in plain text."""
         panels: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        for param in ctx.command.get_params(ctx):
             panel = param.rich_help_panel or "Options"
             name, text = param.get_help_record(ctx)
             if param.param_type_name == "argument":
