@@ -276,7 +276,7 @@ def test_a_run_says_its_recipe_if_asked(tmp_path, text_file, capsys):
     assert line in capsys.readouterr().err
     adamw = tiny(data=data, train={"optimizer": "adamw", "steps": 168})  # 4 epochs
     say_header_lines(prepared(adamw, tmp_path / "adamw"), verbose=True)
-    line = "  recipe    small text: AdamW lr 0.002, weight decay 0.3, tied head, dropout 0\n"
+    line = "  recipe    small text: AdamW lr 0.002, weight decay 0.3, tied head, dropout 0, "
     assert line in capsys.readouterr().err  # 24,576 weights for 2,684 tokens
 
 
