@@ -57,7 +57,7 @@ def main() -> None:
     # 2. The text. One part is held out, the other gives a vocabulary, and both become tokens.
     corpus = prepare_corpus(config)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
-    print(corpus.format_summary(config.tokenizer.kind).strip())
+    print(corpus.format_summary().strip())
 
     # 3. The model. Its weights are random, but for a head that finds repetitions.
     torch.manual_seed(options.seed)

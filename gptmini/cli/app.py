@@ -43,7 +43,7 @@ from gptmini.errors import (
 from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
-    help="Train a small GPT on your text and look inside.",
+    help="Train a small GPT on your text and look inside. Begin with: gptmini train",
     epilog="Add --debug to any command to see the traceback of a failure.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -69,6 +69,19 @@ class _Command(typer.core.TyperCommand):
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return (self.help or "").partition("\n")[0]  # typer's own is cut after 45 characters
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List arguments and options under the headings of their panels, in plain text."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in ctx.command.get_params(ctx):
+            panel = param.rich_help_panel or "Options"
+            name, text = param.get_help_record(ctx)
+            if param.param_type_name == "argument":
+                panel, name = "Arguments", param.metavar  # without its type
+            panels.setdefault(panel, []).append((name, text))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # A shell expands ~ at the beginning of a word alone.
@@ -215,6 +228,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
         remedy = _name_setting(getattr(error, "option_name", ""), command, known)
+        problem = problem.partition(" (")[0] if remedy else problem
     elif problem.startswith("Got unexpected") and "--prompt" in known:
         remedy = "put the text after --prompt, in quotes"
     elif problem.startswith("Got unexpected") and "--data" in known and "--data" in sys.argv:
@@ -225,7 +239,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
 
 def _name_setting(option: str, command: str, known: list[str]) -> str:
     """Say how to set what an unknown option names; "" if it is no setting, or near an option."""
-    if "--set" not in known or difflib.get_close_matches(option, known, 1, 0.75):
+    if "--set" not in known or difflib.get_close_matches(option, known, 1, 0.8):
         return ""
     from gptmini.config.load import find_full_key
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from gptmini import console
 from gptmini.cli.generate import Settings, load, print_answer, read_line
 from gptmini.cli.options import (
+    WRITING,
     Device,
     MaxNewTokens,
     RunName,
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 def chat(
     run: RunName = None,
-    prompt: str | None = option(None, "TEXT", "Ask this alone; without it, type messages."),
+    prompt: str | None = option(
+        None, "TEXT", "Ask this alone; without it, type messages.", **WRITING
+    ),
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
@@ -35,7 +38,7 @@ def chat(
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
-    """Talk with a model that learned to answer, by its chat template.
+    """Talk with a model that learned to answer.
 
     Sampling options default to the run's own settings.
     """

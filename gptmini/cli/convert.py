@@ -15,7 +15,7 @@ def convert(
     ),
     out: Path | None = option(None, "DIR", "New run directory.", show_default="RUN-ATTENTION"),
 ) -> None:
-    """Convert a model to GQA, MQA or a window."""
+    """Change a trained model's attention to GQA, MQA or a window."""
     if attention is None:
         raise ConfigError("--attention: missing; write for example --attention gqa:2")
     path = resolve_run(run)

@@ -30,4 +30,4 @@ def prepare(config: ConfigName = None, data: Data = None, assignments: Assignmen
 
     settings = build_config(config, data, assignments=assignments)
     prepared = corpus.prepare_corpus(settings)
-    print(prepared.format_summary(settings.tokenizer.kind))
+    print(prepared.format_summary())

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from gptmini import console
 from gptmini.cli.options import (
+    WRITING,
     AsJson,
     Device,
     MaxNewTokens,
-    MinP,
     RunName,
     SampleAssignments,
     Seed,
     Temperature,
     Threads,
-    TopK,
-    TopP,
     WeightsType,
     flag,
     load_torch,
@@ -39,32 +37,29 @@ Settings = dict[str, Any]  # of `Run.start`
 
 def generate(
     run: RunName = None,
-    prompt: str | None = option(None, "TEXT", "Text to continue."),
+    prompt: str | None = option(None, "TEXT", "Text to continue.", **WRITING),
     prompt_file: Path | None = option(
-        None, "FILE", "File with the prompt, without its last line break; - is stdin."
+        None, "FILE", "File to continue, without its last line break; - is stdin.", **WRITING
     ),
-    interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
-    special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
-    samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
-    as_json: AsJson = False,
+    interactive: bool = flag("Type prompts one after another.", "--interactive", "-i", **WRITING),
+    samples: int = option(1, "N", "Number of texts.", min=1, max=10_000, **WRITING),
     max_new_tokens: MaxNewTokens = None,
+    stop: list[str] | None = option(None, "TEXT", "Stop before this text; repeatable.", **WRITING),
     temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    stop: list[str] | None = option(None, "TEXT", "Stop before this text; repeatable."),
     seed: Seed = None,
     assignments: SampleAssignments = None,
+    as_json: AsJson = False,
     lookup: bool = flag("Guess from repetitions and check: same text, often faster.", "--lookup"),
     draft: Path | None = option(
         None, "RUN", "Guess with a far smaller run and check: same text, faster."
     ),
     batch_size: int = option(
-        16, "N", "Texts generated in parallel; lower it if memory runs out.", min=1, max=4096
+        16, "N", "Texts generated at once; lower it if memory runs out.", min=1, max=4096
     ),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     threads: Threads = None,
+    special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
     no_cache: bool = flag("Use neither KV cache nor compiled engine, for debugging.", "--no-cache"),
 ) -> None:
     """Continue a prompt with a trained model.
@@ -74,9 +69,6 @@ def generate(
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
         "stop": stop,
         "seed": seed,
     }

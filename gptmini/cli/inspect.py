@@ -10,7 +10,7 @@ from gptmini.errors import ConfigError
 
 def inspect(
     run: RunName = None,
-    prompt: str | None = option(None, "TEXT", "Text for the model to read."),
+    prompt: str | None = option(None, "TEXT", "Text for the model to read; needed without --mask."),
     layer: int | None = option(None, "N", "Only this layer, counted from 0."),
     head: int | None = option(None, "N", "Only this head, counted from 0."),
     mask: str | None = option(

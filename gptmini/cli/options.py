@@ -25,8 +25,8 @@ def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) 
     return typer.Option(default, *names, metavar=metavar, help=text, **settings)
 
 
-def flag(text: str, *names: str) -> Any:
-    return typer.Option(False, *names, help=text)
+def flag(text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(False, *names, help=text, **settings)
 
 
 def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
@@ -50,14 +50,18 @@ def load_torch() -> None:
         gc.enable()
 
 
-NEWEST_RUN_HELP = "the run in runs/ trained last"
-_CONFIG_HELP = "A YAML file, a name in configs/, a text, or a run."
-_DATA_HELP = "Text: file, folder, quoted glob, -, builtin:stories or hf:OWNER/NAME; repeatable."
+# Headings of help; what has none is listed last.
+WRITING = {"rich_help_panel": "What to write"}
+SAMPLING = {"rich_help_panel": "How to sample"}
+
+NEWEST_RUN_HELP = "the last one trained in runs/"
+_CONFIG_HELP = "A text, a YAML file, a name in configs/, or a run."
+_DATA_HELP = "Text: file, folder, '*.txt', - (stdin), builtin:stories or hf:OWNER/NAME; repeatable."
 _SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."
-_ATTENTION_HELP = "mha, mqa, gqa:N (N KV heads) or window:N (N positions)."
-_MINUTES_HELP = "Time budget for the whole command; picks every size you left open."
+_ATTENTION_HELP = "mha, mqa, gqa:N (N KV heads) or window:N (last N positions)."
+_MINUTES_HELP = "Train for X minutes; sizes you left open are chosen to fit."
 _THREADS_HELP = "CPU threads; try 1 beside other busy programs."
-_BASE_HELP = "Fine-tune this run: begin a new one with its best weights."
+_BASE_HELP = "Fine-tune this run: start a new one from its best weights."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
@@ -67,7 +71,7 @@ RunName = Annotated[
 Data = Annotated[list[str] | None, option(..., "PATH", _DATA_HELP)]
 Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SET_HELP, "--set")]
 AttentionName = Annotated[str | None, option(..., "KIND", _ATTENTION_HELP)]
-Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
+Steps = Annotated[int | None, option(..., "N", "Train for N steps (optimizer updates).")]
 Minutes = Annotated[float | None, option(..., "X", _MINUTES_HELP)]
 Threads = Annotated[
     int | None,
@@ -79,28 +83,16 @@ WeightsType = Annotated[
     str, option(..., "TYPE", "Precision: float32, bfloat16, or int8 if memory is short.")
 ]
 MaxNewTokens = Annotated[
-    int | None, option(..., "N", "Tokens at most; raise it if texts break off.")
+    int | None, option(..., "N", "Tokens at most; raise it if texts break off.", **WRITING)
 ]
-Temperature = Annotated[
-    float | None, option(..., "X", "Lower it if texts ramble, raise it if they repeat; 0: greedy.")
+_TEMPERATURE_HELP = "Lower it if texts ramble, raise it if they repeat; 0: greedy."
+_SAMPLE_HELP = "Any other setting, such as sample.top_k=20; see gptmini settings sample."
+Temperature = Annotated[float | None, option(..., "X", _TEMPERATURE_HELP, **SAMPLING)]
+Seed = Annotated[
+    int | None, option(..., "N", "Random seed; change it for another text.", **SAMPLING)
 ]
-TopK = Annotated[
-    int | None, option(..., "K", "Keep the K likeliest tokens; lower K if words make no sense.")
-]
-TopP = Annotated[
-    float | None,
-    option(..., "P", "Keep the likeliest tokens up to total probability P, such as 0.9."),
-]
-MinP = Annotated[
-    float | None,
-    option(..., "P", "Try 0.05 at high temperature: drops tokens below P times the likeliest."),
-]
-Seed = Annotated[int | None, option(..., "N", "Random seed; change it for another text.")]
 SampleAssignments = Annotated[
-    list[str] | None,
-    option(
-        ..., "sample.KEY=VALUE", "Other sampling settings; see gptmini settings sample.", "--set"
-    ),
+    list[str] | None, option(..., "sample.KEY=VALUE", _SAMPLE_HELP, "--set", **SAMPLING)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

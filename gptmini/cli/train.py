@@ -40,7 +40,7 @@ def train(
         None,
         "DIR",
         "Run directory to create or resume.",
-        show_default="runs/ and the name of the configuration or text",
+        show_default="runs/ and the name of CONFIG or the text",
     ),
     attention: AttentionName = None,
     steps: Steps = None,
@@ -54,9 +54,8 @@ def train(
 ) -> None:
     """Train a model on a text, or resume a run.
 
-    Without CONFIG and --data, train configs/default.yaml: a small model, in two minutes, on
-    stories that a grammar makes up. To resume a stopped run, repeat the command, or use the run
-    directory as CONFIG.
+    Without CONFIG and --data, it learns little built-in stories for two minutes. To resume a
+    stopped run, repeat the command, or give the run directory as CONFIG.
     """
     started = time.perf_counter()
     from gptmini.config.load import find_request
@@ -96,7 +95,7 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     for line in read_metrics(trained.run.metrics_file):
         if line["step"] == best and "sample" in line:
             say("")
-            say(f"sample at step {best}, the best evaluation:")
+            say(f"what the model writes (after step {best}, its best):")
             say("")
             stream_to_stdout([line["sample"], "\n"])
     say("")
@@ -109,11 +108,13 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     if STORIES in trained.config.data.path:
         _show_rules(trained)
     name = quote(trained.run.path)
-    if trained.corpus.has_ignored:  # it learned to answer
-        say(f"talk with it: gptmini chat {name}")
-    else:
-        say(f"continue your own prompt with: gptmini generate {name} --prompt TEXT")
-    say(f"look inside: gptmini inspect {name} --prompt TEXT --out page.html")
+    start = trained.config.sample.start or ""
+    prompt = quote(start) if len(start) > 1 else "TEXT"
+    use = f"chat {name}" if trained.corpus.has_ignored else f"generate {name} --prompt {prompt}"
+    say(f"try it:         gptmini {use}")
+    say(f"look inside:    gptmini inspect {name} --prompt {prompt} --out page.html")
+    if STORIES in trained.config.data.path:
+        say("your own text:  gptmini train --data FILE --minutes 10")
 
 
 def _show_rules(trained: "Training") -> None:
@@ -124,9 +125,8 @@ def _show_rules(trained: "Training") -> None:
 
     run = load_run(trained.run.path, trained.compute.device.type, "float32")
     rules = measure_rules(run.model, run.tokenizer)
-    say("how often it gets a word right that a rule of the stories determines:")
+    say("rules it has learnt: how often it finds the [word], and how often a guess would:")
     say("")
     for line in format_rules(rules):
         say(f"  {line}")
     say("")
-    say("learn a text of your own: gptmini train --data FILE --minutes 10")

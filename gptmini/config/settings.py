@@ -301,11 +301,11 @@ class SampleConfig(Section):
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.8
     """0: always the likeliest token; 1: as the model predicts."""
     top_k: Count | None = 50
-    """Keep the k likeliest tokens; null: all."""
+    """Keep the k likeliest tokens; lower it if words make no sense; null: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Keep the likeliest tokens up to this total probability; null: all."""
+    """Keep the likeliest tokens up to this total probability, such as 0.9; null: all."""
     min_p: Fraction | None = None
-    """Keep tokens at least this fraction as likely as the likeliest; null: all."""
+    """Keep tokens at least this fraction, such as 0.05, as likely as the likeliest; null: all."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Above 1, discourage tokens of prompt and text (divides their positive logits)."""
     presence_penalty: Penalty = 0.0

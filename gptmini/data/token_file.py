@@ -271,16 +271,15 @@ class Corpus:
         (learned,) = (marked < IGNORED).nonzero()
         return (marked[: learned[0]] & ~IGNORED).tolist() if len(learned) else []
 
-    def format_summary(self, kind: str) -> str:
-        """Describe the text and its tokens in a line; `kind` is the tokenizer requested."""
+    def format_summary(self) -> str:
+        """Describe the text and its tokens in a line."""
         token_files = self.training + self.validation
         text_bytes = sum(file.text_bytes for file in token_files)
         token_count = sum(map(len, token_files))
-        reason = ", chosen for this text" if kind == "auto" else ""
         return (
-            f"  data      {self.name}: {format_bytes(text_bytes)} -> {token_count:,} tokens "
-            f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{reason}); "
-            f"{self.held_out:,} held out for validation"
+            f"  text      {self.name}: {format_bytes(text_bytes)} cut into {token_count:,} "
+            f"tokens ({self.tokenizer.kind}, {self.tokenizer.vocab_size:,} different ones); "
+            f"{self.held_out:,} are held out"
             f"{'; of conversations, the answers count' if self.has_ignored else ''}"
         )
 

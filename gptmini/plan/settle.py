@@ -12,7 +12,7 @@ import torch
 
 from gptmini.config.load import revalidate
 from gptmini.config.settings import Config
-from gptmini.console import format_count, format_duration, say, warn
+from gptmini.console import say, warn
 from gptmini.data.corpus import TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
@@ -140,8 +140,7 @@ def _chooses_row_length(request: Request) -> bool:
 
 def say_text(request: Request, corpus: Corpus) -> None:
     """Show the text in tokens, and the base."""
-    is_kind_chosen = request.config.base.run is None and request.stated.tokenizer.kind == "auto"
-    say(corpus.format_summary("auto" if is_kind_chosen else ""))
+    say(corpus.format_summary())
     if not len(corpus.tokenizer.encode(" ")):
         warn(
             f"{corpus.name}: its tokenizer drops spaces and line breaks; generated texts lack them"
@@ -275,8 +274,5 @@ def settle_compile(plan: Plan) -> Plan:
     machine = plan.machine.measure(plan.config)
     seconds = train.steps * machine.estimate_seconds_per_step(plan.config)
     compiles = is_worth_compiling(plan.config, seconds, machine)
-    if not plan.request.steps_follow_minutes:
-        steps = format_count(train.steps, "step")
-        say(f"  time      about {format_duration(max(1, seconds))} for {steps}")
     config = plan.config.with_train(compile="on" if compiles else "off")
     return replace(plan, config=config, machine=machine)

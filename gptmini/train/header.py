@@ -1,7 +1,7 @@
 """Says before the first step what is trained: the model, the recipe, the machine, how long."""
 
 from gptmini.config.settings import Config
-from gptmini.console import format_bytes, format_count, say, warn
+from gptmini.console import format_bytes, format_count, format_duration, say, warn
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.train.state import Training
@@ -11,24 +11,20 @@ MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
 def say_header_lines(training: Training, verbose: bool = False) -> None:
-    """Show the model and the length of the run; if `verbose`, the recipe and the machine too."""
+    """Show the model, the time and the folder; if `verbose`, the recipe and the machine too."""
     say(_describe_model(training))
     if verbose:
         say(_describe_recipe(training))
         say(_describe_machine(training))
-    say(_describe_length(training))
-    say("  val       bits/byte that held-out text takes with this model: lower is better")
-    train = training.config.train
+    say(_describe_time(training))
+    say(f"  folder    {training.run.path}; Ctrl-C stops, the same command resumes")
+    read = training.config.train.eval_tokens
+    part = f"{read:,} tokens of " if read and read < training.corpus.held_out else ""
+    say(f"  val       a test on {part}the held-out text, which the model never trains on")
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
         say(_describe_memory(memory))
-    held_out = training.corpus.held_out
-    if train.eval_tokens is not None and train.eval_tokens < held_out:
-        say(
-            f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out; gptmini "
-            f"evaluate reads all"
-        )
     if not training.steps_follow_minutes:  # else the minutes decide, and how long the text is
         _warn_of_many_epochs(training.config, training.plan.text_size)
 
@@ -53,12 +49,14 @@ def _describe_model(training: Training) -> str:
         count = sum(parameter.numel() for parameter in training.model.parameters())
         kind = ", a model of your own"
     size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
+    heads = format_count(model.n_head, "head")
+    if model.n_kv_head < model.n_head:
+        kv_heads = format_count(model.n_kv_head, "KV head")
+        heads += f" / {kv_heads} ({model.attention.variant.upper()})"
     window = f", window {model.attention.window}" if model.attention.window else ""
     return (
         f"  model     {size} parameters{kind}: {format_count(model.n_layer, 'layer')}, "
-        f"width {model.d_model}, {format_count(model.n_head, 'head')} / "
-        f"{format_count(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
-        f"context {model.context_length}"
+        f"width {model.d_model}, {heads}{window}, context {model.context_length}"
     )
 
 
@@ -78,6 +76,7 @@ def _describe_recipe(training: Training) -> str:
         parts.append(f"weight decay {train.weight_decay:g}")
     parts.append("tied head" if model.tie_embeddings else "untied head")
     parts.append(f"dropout {model.dropout:g}")
+    parts.append(f"{train.batch_size * training.config.seq_len:,} tokens a step")
     return f"  recipe    {size}{', '.join(parts)}"
 
 
@@ -104,15 +103,17 @@ def _describe_memory(memory: cost.Memory) -> str:
     )
 
 
-def _describe_length(training: Training) -> str:
+def _describe_time(training: Training) -> str:
     train = training.config.train
+    machine = training.plan.machine
+    length = format_count(train.steps, "step")
+    if training.steps_follow_minutes and train.minutes is not None:
+        length = f"up to {format_count(train.minutes, 'minute')}: about {length}"
+    elif machine.slowness is not None:
+        seconds = train.steps * machine.estimate_seconds_per_step(training.config)
+        length = f"about {format_duration(max(1, seconds))}: {length}"
     epochs = count_epochs(training.config, training.plan.text_size)
-    step_tokens = train.batch_size * training.config.seq_len
-    about = "about " if training.steps_follow_minutes else ""
-    line = (
-        f"  run       {training.run.path}: {about}{format_count(train.steps, 'step')} x "
-        f"{step_tokens:,} tokens = {epochs:.1f} epochs"
-    )
+    line = f"  time      {length}, which read the text {epochs:.1f} times"
     if training.step:
         line += f"; resuming after step {training.step:,}"
     return line

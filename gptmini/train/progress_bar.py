@@ -21,6 +21,7 @@ class TrainingProgressBar:
         self._started = time.perf_counter()
         self._loss = ""
         self._rates = ""  # learning rate and speed, as last logged
+        self._meaning = ", lower is better"  # of bits per byte, said once
         self._on_terminal = is_interactive()
         self._bar = tqdm(
             total=steps,
@@ -52,8 +53,9 @@ class TrainingProgressBar:
             if not self._on_terminal:
                 say(self._format_line())
         if "val_loss" in metrics:
-            bits = f"{metrics['val_bpb']:.3f} bits/byte"
+            bits = f"{metrics['val_bpb']:.3f} bits per byte{self._meaning}"
             say(f"{self._format_position()}  val {metrics['val_loss']:.4f}  {bits}")
+            self._meaning = ""
             say_excerpt(metrics["sample"])
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ ERRORS = [
     (["train", "--grad-clip", "9"], 2, "--set train.grad_clip=VALUE"),
     (["train", "--data", "nanogpt.py", "--out", "nanogpt.py"], 2, "nanogpt.py: a file, not a dir"),
     (["generate", "--samples=0"], 2, "--samples"),
+    (["generate", "--top-k", "9"], 2, "option: --top-k; use --set sample.top_k=VALUE"),
     (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),
     (["generate", "--prompt", "It", "was", "so"], 2, "put the text after --prompt"),
     (["settings", "foo"], 2, "foo: no such setting; choose one of"),
@@ -216,6 +217,8 @@ def test_help_is_terse_and_at_80_columns_whole(gptmini, monkeypatch):
             text = gptmini(*words, name, "--help")[1]
             assert text.startswith(f"Usage: gptmini {' '.join([*words, name])} ")
             assert max(map(len, text.splitlines())) <= 80
+            listed = re.findall(r"^  (?:-\w, )?(--[\w-]+|[A-Z|]+)(?: |$)", text, re.M)
+            assert len(listed) == len(command.params) + 1, text  # --help is one more
             assert not re.search(r"\.\.\.$", text.partition("Commands:")[2], re.M), text
             if isinstance(command, typer.core.TyperGroup):
                 check(command, *words, name)
@@ -223,6 +226,8 @@ def test_help_is_terse_and_at_80_columns_whole(gptmini, monkeypatch):
             assert [line for line in helps if len(line.split()) > 12] == []
 
     check(typer.main.get_command(app.app))
+    headings = re.findall(r"^(\w.*):$", gptmini("generate", "--help")[1], re.M)
+    assert headings == ["Arguments", "What to write", "How to sample", "Options"]
 
 
 @pytest.mark.parametrize("words", ["settings", "--help", "train --help", "tokenizer info byte"])

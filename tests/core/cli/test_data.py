@@ -37,7 +37,9 @@ def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
 def test_train_uses_what_prepare_has_prepared(gptmini, text_file: Path, tmp_path: Path):
     code, out, _ = gptmini("data", "prepare", "--data", str(text_file), *SMALL)
     assert code == 0
-    assert out.startswith(f"  data      {text_file}: {text_file.stat().st_size / 1000:.3g} kB -> ")
+    assert out.startswith(
+        f"  text      {text_file}: {text_file.stat().st_size / 1000:.3g} kB cut into "
+    )
 
     def find_times() -> dict[str, int]:
         cache = (tmp_path / "cache").iterdir()

@@ -203,7 +203,7 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
 def test_wrong_settings_when_generating(gptmini, run):
     for words, line in [
         (["--temperature", "-1"], "--temperature: must be greater than or equal to 0, not -1"),
-        (["--top-k", "0"], "--top-k: "),
+        (["--set", "sample.top_k=0"], "--set sample.top_k: "),
         (["--max-new-tokens", "-1"], "--max-new-tokens: "),
         (["--stop", ""], "--stop"),
         (["--set", "sample.bias=e"], "--set sample.bias: "),

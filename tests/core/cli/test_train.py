@@ -23,7 +23,8 @@ def test_train_then_generate(gptmini, text_file: Path):
     lines = map(json.loads, Path("runs/text/metrics.jsonl").read_text().splitlines())
     assert [out] == [f"{line['sample']}\n" for line in lines if line["step"] == best]
     assert "runs/text" in err
-    assert re.search(r"(?s)step 4/4 100%  loss \d.*step 4/4 100%  val \d.*bits/byte", err)
+    assert re.search(r"(?s)step 4/4 100%  loss \d.*step 4/4 100%  val \d.*bits per byte\n", err)
+    assert err.count("bits per byte, lower is better\n") == 1  # the first time
     assert "\r" not in err  # no progress bar where nobody looks
     code, out, err = gptmini("generate", "--prompt", "The ", "--max-new-tokens", "5")
     assert code == 0, err
@@ -170,12 +171,12 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
 ):
     words = ["train", "--data", str(text_file), *SMALL]
     code, _, err = gptmini(*words)
-    assert (code, "sample at step 4, the best evaluation" in err) == (0, True)
+    assert (code, "what the model writes (after step 4, its best)" in err) == (0, True)
     assert err.endswith("\n4 steps: too few for a model, so this is noise; pass a larger --steps\n")
-    assert "0:00" not in next(line for line in err.splitlines() if line.startswith("  run "))
+    assert "0:00" not in next(line for line in err.splitlines() if line.startswith("  time "))
     code, _, err = gptmini(*words)
     assert (code, "already finished" in err) == (0, True)
-    assert "sample at" not in err
+    assert "what the model writes" not in err
     monkeypatch.setattr("gptmini.plan.settle.open_text", lambda *_: pytest.fail("prepared"))
     code, _, err = gptmini(*words, "--set", "train.lr=1e-4", "--set", "model.n_layer=2")
     assert code == 2
@@ -217,7 +218,7 @@ def test_file_names_need_not_be_utf8(gptmini):
     Path(name).write_text(WORDS * 40)
     code, _, err = gptmini("train", "--data", name, *SMALL)
     assert code == 0, err
-    assert "  data      caf\\udce9.txt: " in err
+    assert "  text      caf\\udce9.txt: " in err
     code, _, err = gptmini("train", "--data", name, *SMALL, "--set", "train.steps=5")
     assert code == 0, err
     code, _, err = gptmini("evaluate")

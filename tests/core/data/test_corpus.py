@@ -50,9 +50,9 @@ def test_the_tail_is_held_out(tmp_path: Path):
     expected = [DOCUMENT, *"héllo\nwörld\n".encode()]
     assert tokens_of(*corpus.training) == expected[:-6]  # no character is cut in two
     assert tokens_of(*corpus.validation) == expected[-6:]
-    assert corpus.format_summary("byte") == (
-        f"  data      {path}: 14 bytes -> 15 tokens (byte, vocabulary 257); "
-        f"6 held out for validation"
+    assert corpus.format_summary() == (
+        f"  text      {path}: 14 bytes cut into 15 tokens (byte, 257 different ones); "
+        f"6 are held out"
     )
 
 

@@ -181,7 +181,7 @@ def test_a_text_counts_whole_beside_conversations(base, chats, tmp_path):
     corpus = prepared(config, tmp_path / "run").corpus
     assert [file.has_ignored for file in corpus.training] == [False, True]
     assert corpus.has_ignored
-    assert "of conversations, the answers count" in corpus.format_summary("")
+    assert "of conversations, the answers count" in corpus.format_summary()
 
 
 def test_a_text_without_conversations_is_noted(base, chats, tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_the_command_says_how_to_ask(base, chats, gptmini):
     small = [f"--set=train.{key}={value}" for key, value in TRAIN.items() if value is not None]
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(chats), *small)
     assert code == 0
-    assert "talk with it: gptmini chat runs/chats-from-base\n" in said
+    assert "try it:         gptmini chat runs/chats-from-base\n" in said
     bad = chats.with_name("bad.jsonl")
     bad.write_text(chats.read_text() + '\n{"messages": [{"role": "user", "content": "a"}]}\n')
     code, _, said = gptmini("train", "--from", str(base.path), "--data", str(bad), *small)

@@ -272,11 +272,11 @@ def test_a_run_says_its_recipe_if_asked(tmp_path, text_file, capsys):
     assert "  recipe  " not in capsys.readouterr().err
     say_header_lines(prepared(untied, tmp_path / "run"), verbose=True)
     line = "  recipe    Muon lr 0.02, AdamW lr 0.002, embeddings lr 0.008, weight decay 0.1, "
-    line += "untied head, dropout 0\n"
+    line += "untied head, dropout 0, 64 tokens a step\n"
     assert line in capsys.readouterr().err
     adamw = tiny(data=data, train={"optimizer": "adamw", "steps": 168})  # 4 epochs
     say_header_lines(prepared(adamw, tmp_path / "adamw"), verbose=True)
-    line = "  recipe    small text: AdamW lr 0.002, weight decay 0.3, tied head, dropout 0\n"
+    line = "  recipe    small text: AdamW lr 0.002, weight decay 0.3, tied head, dropout 0, "
     assert line in capsys.readouterr().err  # 24,576 weights for 2,684 tokens
 
 
@@ -308,11 +308,9 @@ def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys)
         return [line["val_loss"] for line in lines if "val_loss" in line], said
 
     part, said = losses(eval_tokens=100)
-    assert re.search(
-        "evaluates on 100 of the [0-9]+ tokens held out; gptmini evaluate reads all\n", said
-    )
+    assert "  val       a test on 100 tokens of the held-out text" in said
     whole, said = losses()
-    assert "evaluates on" not in said
+    assert "  val       a test on the held-out text" in said
     assert part != whole
     assert part == pytest.approx(whole, abs=0.3)
 
@@ -321,8 +319,8 @@ def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):
     model = {"n_layer": 1, "n_head": 1, "attention": {"window": 4}}
     train(tiny(data={"path": str(text_file)}, model=model, train={"steps": 1}))
     err = capsys.readouterr().err
-    assert ": 1 layer, width 32, 1 head / 1 KV head (MHA, window 4), context 16" in err
-    assert "run: 1 step x " in err
+    assert ": 1 layer, width 32, 1 head, window 4, context 16" in err
+    assert re.search("  time      about .*: 1 step, which read the text", err)
 
 
 def test_a_resumed_run_deletes_what_a_kill_left(train, config, monkeypatch):

@@ -30,10 +30,12 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
         progress.advance(1.81524, 600)
     progress.show(TRAINED)
     progress.show(EVALUATED)
+    progress.show(EVALUATED)  # what was said once is known
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
         "step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left",
-        "step  80/600  13%  val 1.7421  2.513 bits/byte",
+        "step  80/600  13%  val 1.7421  2.513 bits per byte, lower is better",
+        "step  80/600  13%  val 1.7421  2.513 bits per byte",
     ]
 
 
@@ -71,7 +73,7 @@ def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch
     progress.advance(1.7, 600)  # between two lines of metrics
     progress.show(EVALUATED)
     err = capsys.readouterr().err
-    assert "step  62/600  10%  val 1.7421  2.513 bits/byte\n" in err
+    assert "step  62/600  10%  val 1.7421  2.513 bits per byte, lower is better\n" in err
     assert f"\x1b[2mA↵ door\\x1b[31m. {'中文' * 13}\x1b[0m\n" in err  # of 70 columns
     assert re.search(r"step  62/600  10%  loss 1.7000  lr 2.0e-03  22,346 tok/s", err)
     progress.close()
