@@ -69,8 +69,7 @@ class Stopped(BaseException):
 def make_missing_package_error(feature: str, package: str, extra: str) -> MachineError:
     """Make the error for an optional package that `feature` needs and that is not installed."""
     return MachineError(
-        f"{feature}: {package} is not installed; run pip install -e '.[{extra}]' in gptmini's "
-        f"checkout"
+        f"{feature}: {package} is not installed; run pip install 'gptmini[{extra}]'"
     )
 
 

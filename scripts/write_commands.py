@@ -13,7 +13,8 @@ HEAD = """# Commands
 
 Every command with its options and their defaults. `gptmini COMMAND --help` prints the same in a
 terminal, and `gptmini settings` the settings that `--set` takes. Add `--debug` to any command to
-see the traceback of a failure.
+see the traceback of a failure. After `gptmini --install-completion`, the Tab key completes commands
+and options.
 
 | command | what it does |
 |---|---|"""

@@ -45,7 +45,6 @@ from gptmini.files import IS_WINDOWS
 app = typer.Typer(
     help="Train a small GPT on your text and look inside. Begin with: gptmini train",
     epilog="Add --debug to any command to see the traceback of a failure.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

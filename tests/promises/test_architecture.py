@@ -233,6 +233,12 @@ def test_each_library_has_its_importers(library):
     assert users == IMPORTERS[library]
 
 
+def test_the_private_parts_of_torch_are_those_beside_its_bound():
+    used = re.findall(r"\btorch\.(?:\w+\.)?(_foreach|_[a-z]\w*)", "".join(SOURCES.values()))
+    reason = (PACKAGE.parent / "pyproject.toml").read_text().partition('"torch>=')[0]
+    assert set(used) == set(re.findall(r"[ .](_foreach|_[a-z]\w*)", reason))
+
+
 def test_the_server_stands_on_generating_alone():
     serving = [name for name in FILES if folder_of(name) == "extras.serve" and not is_command(name)]
     folders = {folder_of(file) for name in serving for file in imported_files(name)}

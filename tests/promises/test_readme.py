@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from gptmini.config import load
-from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
 from gptmini.data.hub_dataset import parse_dataset_name
 from gptmini.extras.interop.export import export_run
@@ -284,12 +283,6 @@ def test_every_yaml_example_is_a_configuration(tmp_path: Path):
         for example in blocks("yaml", readme):
             (tmp_path / "example.yaml").write_text(example)
             load.load_config(tmp_path / "example.yaml", [])
-
-
-def test_every_configuration_is_described():
-    described = (ROOT / "configs" / "README.md").read_text()
-    for path in list_config_files():
-        assert f"`{path.relative_to(CONFIGS_DIR).with_suffix('')}`" in described
 
 
 def test_code_that_the_page_on_extending_quotes_is_in_the_files_it_names():

@@ -64,6 +64,14 @@ def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
     assert not Path("runs").exists()
 
 
+def test_a_shell_completes_commands_and_options(gptmini, monkeypatch):
+    monkeypatch.setenv("_GPTMINI_COMPLETE", "complete_bash")
+    for typed, completed in (("gptmini gen", "generate"), ("gptmini train --st", "--steps")):
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+        assert gptmini() == (0, f"{completed}\n", "")
+
+
 def test_before_torch_is_loaded_threads_are_set_and_a_wrong_run_or_text_is_named(tmp_path: Path):
     commands = ["generate nothere", "evaluate nothere", "train nothere.txt --data nothere.txt"]
     check = (

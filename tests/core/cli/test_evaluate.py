@@ -59,6 +59,23 @@ def test_compressors_are_a_scale_for_the_held_out_text(gptmini, tmp_path, monkey
     assert measure("runs/noise") == {}
 
 
+def test_the_test_part_has_its_own_figures(gptmini, tmp_path):
+    """It repeats what was trained on; what is validated on does not."""
+    noise = np.random.default_rng(0).integers(0, 2**32, 1000)
+    lines = [f"{number:08x}\n" for number in noise]
+    (tmp_path / "text.txt").write_text("".join(lines[:500] * 4 + lines[500:]))
+    parts = ["--set", "data.validation=0.2", "--set", "data.test=0.2"]
+    assert gptmini(*TRAIN, *parts)[0] == 0
+    test, validation = (
+        json.loads(gptmini("evaluate", "--split", split, "--json")[1])
+        for split in ("test", "validation")
+    )
+    assert test["compressors"]["xz"] < 0.1
+    assert validation["compressors"]["xz"] > 3
+    assert test["copied"] > 0.9
+    assert validation["copied"] < 0.1
+
+
 def test_evaluate_says_how_far_to_trust_its_interval(trained):
     """None of a few windows, a rough one below 50."""
     for lines, expected in [(1, ""), (4, "rough"), (20, "±")]:

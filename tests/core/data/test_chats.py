@@ -45,6 +45,17 @@ def with_template(template: str) -> Tokenizer:
     return BpeTokenizer.from_dict(data)
 
 
+def test_a_vocabulary_is_for_conversations_that_are_held_out_alone(tmp_path):
+    """Also if the same text has one without them in the cache."""
+    text = tmp_path / "a.txt"
+    text.write_text("What is it? A cat. " * 9)
+    held_out = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 9)
+    for validation, has_template in ((text, False), (held_out, True)):
+        data = {"path": str(text), "validation_path": str(validation)}
+        prepared = corpus.prepare_corpus(tiny(data=data, tokenizer={"kind": "char"}))
+        assert (prepared.tokenizer.chat_template is not None) == has_template
+
+
 def encode(*messages: dict[str, Any], tokenizer: Tokenizer = CHAT_TOKENIZER) -> np.ndarray:
     place = Place("a.jsonl", 1, is_record=True)
     return ChatEncoder(tokenizer).encode(list(messages), place)

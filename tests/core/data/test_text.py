@@ -289,10 +289,11 @@ def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
     source = replace(find_text([str(a), str(b)], DataConfig()), validation=0.1)
-    others += [source.hash_split(split) for split in SPLITS]
+    by_document = replace(source, settings=DataConfig(split="documents"))
+    others += [each.hash_split(split) for each in (source, by_document) for split in SPLITS]
     a.write_text("A")
     others.append(digest(a, b))
-    assert len({first, *others}) == 10
+    assert len({first, *others}) == 12
 
 
 def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):

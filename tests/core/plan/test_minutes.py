@@ -176,6 +176,11 @@ def test_what_is_stated_wins_over_the_plan():
     assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
 
 
+def test_a_model_makes_the_steps_that_are_stated_in_time():
+    plan = planned(validate({"train": {"steps": 5000}}, {}), 3000)
+    assert 1000 < 5000 * SLOW.predict_step(plan) <= 3000
+
+
 @pytest.mark.parametrize("seconds", [10, 1000, 100_000])
 def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(seconds):
     for layers, width, rows in ((2, 64, 8), (2, 128, 8), (4, 192, 16), (6, 384, 16), (12, 768, 64)):

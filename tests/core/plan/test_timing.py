@@ -110,12 +110,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class PredictableMachine(timing.Machine):
-    """Predicts that a row takes so many seconds."""
+    """Predicts that a row takes so many seconds, with one thread twice as many."""
 
     row: float = 0.01
 
     def predict_step(self, config: Config) -> float:
-        return config.train.batch_size * self.row
+        return config.train.batch_size * self.row * (2 if self.compute.threads == 1 else 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])

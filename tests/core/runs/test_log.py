@@ -81,7 +81,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     with pytest.raises(
-        MachineError, match=r"wandb is not installed; run pip install -e '.\[wandb\]'"
+        MachineError, match=r"wandb is not installed; run pip install 'gptmini\[wandb\]'"
     ):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -164,6 +164,8 @@ def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, t
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor)
     assert (again.step, again.corpus) == (run.step, run.corpus)
+    assert run.state["best"] is not None
+    assert again.state["best"] is None  # that evaluation was of other weights
     with pytest.raises(ConfigError, match="further: already exists"):
         run.save(tmp_path / "further")
 

@@ -76,6 +76,7 @@ def test_places_beyond_the_context_are_left_out():
     assert {each.right for each in cut} == {1.0}
 
 
-def test_no_unseen_story_is_in_the_text():
+def test_no_unseen_story_is_in_the_text(monkeypatch):
+    monkeypatch.undo()
     told = {story.text for story in islice(iter_stories(), 3000)}
     assert not told & {story.text for story in rules._find_unseen_stories()}

@@ -27,7 +27,7 @@ if platform.machine() == "x86_64":
     less = [
         WITHOUT_AMX,
         (*WITHOUT_AMX, "-mno-avx512bf16", "-mno-avx512vnni"),
-        ("-march=native", "-mno-avx512f"),
+        ("-march=native", "-mno-avx512f", "-mtune=znver3"),  # which needs build.py's --param
     ]
     TARGETS += [("-march=x86-64",), *(pytest.param(each, marks=pytest.mark.slow) for each in less)]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")

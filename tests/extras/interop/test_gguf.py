@@ -174,7 +174,7 @@ def test_without_the_package_it_is_named(tmp_path, monkeypatch):
     run = run_of(tmp_path / "run")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(
-        MachineError, match=r"gguf is not installed; run pip install -e '.\[gguf\]'"
+        MachineError, match=r"gguf is not installed; run pip install 'gptmini\[gguf\]'"
     ):
         export_run(run, tmp_path / "out", "gguf")
 

@@ -96,7 +96,5 @@ def test_inspect_names_what_it_cannot_draw_before_the_work(gptmini, run, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = gptmini("inspect", "--prompt", "the fox", "--out", "a.png")
     assert (code, out) == (5, "")
-    assert err == (
-        "gptmini: pictures: matplotlib is not installed; run pip install -e '.[plot]' in gptmini's "
-        "checkout\n"
-    )
+    remedy = "run pip install 'gptmini[plot]'"
+    assert err == f"gptmini: pictures: matplotlib is not installed; {remedy}\n"

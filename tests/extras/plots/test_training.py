@@ -67,7 +67,7 @@ def test_without_matplotlib_one_line_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = runs("plot")
     assert (code, out, err.count("\n")) == (5, "", 1)
-    assert "pictures: matplotlib is not installed; run pip install -e '.[plot]'" in err
+    assert "pictures: matplotlib is not installed; run pip install 'gptmini[plot]'" in err
 
 
 def test_lines_that_lack_figures_are_left_out(runs):

@@ -20,7 +20,7 @@ def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypa
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, _, err = gptmini("serve", "runs/a")
     assert code == 5
-    assert re.search(r"serve: \w+ is not installed; run pip install -e '\.\[serve\]' in", err)
+    assert re.search(r"serve: \w+ is not installed; run pip install 'gptmini\[serve\]'", err)
 
 
 def test_without_the_folder_of_the_server_no_package_is_named(gptmini, monkeypatch):
