@@ -64,7 +64,7 @@ def measure(extent: Extent) -> Iterator[Table]:
         n_windows = sum(map(len, corpus.validation)) / run.config.seq_len
         windows = (round(len(held_out) / n_windows), len(held_out))
         for name, window in zip(shown[2:], windows, strict=True):
-            ends.append("gptmini train", name, measure_ppmd(training, held_out, window))
+            ends.append("gptmini train", name, measure_ppmd(training, held_out, window)[0])
         for _ in range(rounds):
             table.append("gptmini generate", "seconds", time_command(folder, *GENERATE))
             first = time_command(folder, *GENERATE, until=PROMPT)
