@@ -23,19 +23,20 @@ import psutil
 import torch
 
 from bench.results import RESULTS, ROOT, Extent, Results
+from bench.servers import LLAMA_CPP, read_llama_version
 from gptmini.files import atomic_write_bytes
 
-# The minutes that each takes on two cores of a Xeon with AMX, quick and full.
+# The minutes that each takes on two cores with bfloat16, quick and full.
 MINUTES: dict[str, tuple[float, float]] = {
     "first": (3, 3),
     "generate": (8, 25),
     "llama": (5, 5),
-    "serve": (4, 12),
-    "learning": (7, 40),
-    "train": (12, 50),
+    "serve": (5, 12),
+    "learning": (8, 45),
+    "train": (20, 70),
 }
 COMMAND = (sys.executable, str(Path(__file__).parent))
-PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "numpy")
+PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "numpy", "pyppmd")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -47,6 +48,8 @@ def describe_machine() -> dict[str, Any]:
         processor = next(names, processor).replace("(R)", "")
     if torch.cpu._is_amx_tile_supported():
         processor += " with AMX"
+    elif torch.cpu._is_avx512_bf16_supported():
+        processor += " with AVX512-BF16"
     return {
         "processor": processor,
         "cores": psutil.cpu_count(),
@@ -64,6 +67,9 @@ def list_versions() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    if LLAMA_CPP:
+        versions.pop("xllamacpp", None)
+        versions["llama.cpp"] = read_llama_version()
     return versions
 
 

@@ -3,16 +3,15 @@
 Needs `pip install -e '.[bench]'`. In each row everything takes turns in one process: tokens per
 second, prefill included, the time to the first token, and the bytes of weights that decoding one
 row reads a second. Weights are random; the logits of both are compared before anything is timed.
-MHA has the shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50. --draft RUN DRAFT times
-speculative decoding with trained runs instead.
+MHA has the shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50.
 """
 
-import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.extras.engine.native_engine import NativeEngine
 from gptmini.generate.engine import Engine, open_engine
 from gptmini.generate.precision import PRECISIONS, round_weights
-from gptmini.generate.run import load_run
 from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.sequence import Sequence
 from gptmini.model.gpt import GPT
@@ -38,6 +36,8 @@ SIZES = {
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of a weight
 GPT2 = {"position": "learned", "activation": "gelu", "bias": True}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False}
+# transformers in its types, by what tables call them.
+HF = {"transformers float32": torch.float32, "transformers bfloat16": torch.bfloat16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mha": {"variant": "mha"},
     "gqa": {"variant": "gqa"},
@@ -151,16 +151,12 @@ def time_gptmini(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tu
 
 def time_hf(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """The same for `generate` of transformers; the first token is timed in a separate call."""
-    seconds = []
-    for length in (n_new, 1):
-        started = time.perf_counter()
-        generate_hf(model, prompts, length)
-        seconds.append(time.perf_counter() - started)
-    return seconds[0], seconds[1]
+    return generate_hf(model, prompts, n_new), generate_hf(model, prompts, 1)
 
 
-def generate_hf(model: Any, prompts: Tensor, n_new: int) -> None:
-    """By transformers."""
+def generate_hf(model: Any, prompts: Tensor, n_new: int) -> float:
+    """Seconds of transformers to continue the prompts."""
+    started = time.perf_counter()
     model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -170,22 +166,20 @@ def generate_hf(model: Any, prompts: Tensor, n_new: int) -> None:
         top_k=50,
         pad_token_id=0,
     )
+    return time.perf_counter() - started
 
 
 def list_contestants(
     model: GPT, batch: int
 ) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
     """List what is timed, by name."""
-    wide = create_hf_model(model)
-    narrow = create_hf_model(model).to(torch.bfloat16)
     calls: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
-        "HF float32": lambda prompts, n: time_hf(wide, prompts, n),
-        "HF bfloat16": lambda prompts, n: time_hf(narrow, prompts, n),
+        name: partial(time_hf, create_hf_model(model).to(dtype)) for name, dtype in HF.items()
     }
     for weights in PRECISIONS:
         engine = open_engine(model, batch, weights)
         if isinstance(engine, NativeEngine):
-            calls[weights] = lambda prompts, n, e=engine: time_gptmini(e, model, prompts, n)  # type: ignore[misc]
+            calls[weights] = partial(time_gptmini, engine, model)
     return calls
 
 
@@ -239,35 +233,13 @@ def count_read_weights(model: GPT) -> int:
     return parameters
 
 
-def measure_speculation(path: str, draft_path: str) -> Table:
-    """Compare the speed of one run with and without drafts; the texts are the same."""
-    run = load_run(path)
-    kinds = {"none": None, "lookup": "lookup", "draft": load_run(draft_path)}
-    shown = ["none", "lookup", "draft", "lookup / none", "draft / none"]
-    shown += ["lookup right * 100", "draft right * 100"]
-    table = Table("speculation", "temperature, tokens/s", shown)
-    for temperature in (0.0, 0.8):
-        texts = set()
-        for _ in range(5):
-            for name, draft in kinds.items():
-                generation = run.start(
-                    ["ROMEO:\n"], draft=draft, max_new_tokens=200, temperature=temperature
-                )
-                (sample,) = generation.finish()
-                texts.add(sample.text)
-                table.append(str(temperature), name, generation.n_tokens / generation.seconds)
-                if draft:
-                    right = generation.accepted / max(1, generation.drafted)
-                    table.append(str(temperature), f"{name} right", right)
-        assert len(texts) == 1
-    return table
-
-
 def print_memory(size: str, who: str) -> None:
     """Generate one text and print the peak memory of this process in MiB."""
     prompts = torch.randint(65, (1, 32))
-    if who == "HF float32":
-        time_hf(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
+    if who in HF:
+        shape = gpt2_config(model_config(size, "mha"))
+        theirs = transformers.AutoModelForCausalLM.from_config(shape, dtype=HF[who])
+        time_hf(theirs, prompts, 32)
     else:
         model = create_model(size, "mha")
         round_weights(model, who)  # as a run stores them when it is loaded
@@ -283,31 +255,26 @@ def read_peak() -> float:
 
 
 def measure_memory(trial: bool) -> Table:
-    shown = ["HF float32", *PRECISIONS, *(f"{name} / HF float32" for name in PRECISIONS)]
-    table = Table("generate memory", "peak MiB, 1 x 32", shown)
+    shown = [*HF, "peer", *PRECISIONS, *(f"peer / {name}" for name in PRECISIONS)]
+    table = Table("generate memory", "peak MiB, 1 x 32", shown, peers=tuple(HF))
     for size in ("tiny",) if trial else ("10M", "124M"):
-        for who in shown[:2] if trial else shown[:4]:
+        for who in (*HF, *PRECISIONS):
             command = [sys.executable, "-m", "bench.generate", size, who]
             said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             table.append(size, who, float(said))
     return table
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft", nargs=2, metavar=("RUN", "DRAFT"))
-
-
-def measure(extent: Extent, draft: tuple[str, str] | None = None) -> Iterator[Table]:
+def measure(extent: Extent) -> Iterator[Table]:
     transformers.logging.set_verbosity_error()
-    if draft:
-        yield measure_speculation(*draft)
-        return
-    names = ["HF float32", "HF bfloat16", *PRECISIONS]
-    factors = ["float32 / HF float32", "bfloat16 / HF bfloat16", "int8 / HF bfloat16"]
+    names, peers = [*HF, "peer", *PRECISIONS], tuple(HF)
+    # float32 is for who needs its exactness: it is compared with the same.
+    factors = ["float32 / transformers float32", "bfloat16 / peer", "int8 / peer"]
     inverse = [" / ".join(reversed(factor.split(" / "))) for factor in factors]
+    speeds = [*names, *factors]
     tables = Tables(
-        Table("generate", "model, rows x prompt, tokens/s", [*names, *factors]),
-        Table("generate first token", "ms", [*names, *inverse]),
+        Table("generate", "model, rows x prompt, tokens/s", speeds, peers=peers, best=max),
+        Table("generate first token", "ms", [*names, *inverse], peers=peers),
         Table("generate reads", "GB/s", ["sum", *PRECISIONS, *(f"{x} / sum" for x in PRECISIONS)]),
     )
     if extent == "trial":

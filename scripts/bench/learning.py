@@ -3,8 +3,12 @@
 Every recipe reads the same windows in the same order, with the same tokenizer, batch, number of
 steps, layers and width. It is measured by bits per byte of the end of the text (a tenth, at most
 300,000 characters), which nothing is chosen on. A regime is how often the text is read: a quarter,
-once, twelve times; the text is cut to the length that this takes. The first recipe is compared with
-each of the others, over pairs of equal seeds.
+once, twelve times; the text is cut to the length that this takes. Each of the other recipes is
+compared with the first, over pairs of equal seeds.
+
+PPMd, a compressor of texts, is measured in two ways. PPMd-reading-on learns from the end of the
+text while it is measured. A model does not, so its fair peer is PPMd, which comes to each window as
+it was after the training text.
 """
 
 import argparse
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyppmd
 import torch
 
 import gptmini
@@ -37,6 +42,7 @@ from gptmini.runs.log import read_metrics
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.train.batches import Batches, iter_validation_batches
 from gptmini.train.evaluate import evaluate
+from gptmini.train.evaluate_run import PPMD_MEMORY, PPMD_ORDERS
 from gptmini.train.seeds import seed_from
 
 Settings = dict[str, Any]
@@ -71,7 +77,7 @@ NANOGPT: Settings = {
         "weight_decay": 0.1,
     },
 }
-# Recipes of settings; those named nanochat have a model and a loop of their own.
+# Recipes of settings; those named nanochat and PPMd have a model of their own.
 RECIPES: dict[str, Settings] = {"gptmini": {}, "nanogpt": NANOGPT}
 
 
@@ -168,8 +174,10 @@ def train(trial: Trial, config: Config, text: PreparedText, folder: Path) -> Set
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     os.environ["GPTMINI_CACHE"] = str(folder / "cache")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if trial.recipe.startswith("nanochat"):
-            found = train_nanochat(config, trial, text)
+        if trial.recipe == "nanochat":
+            found = train_nanochat(config, text)
+        elif trial.recipe.startswith("PPMd"):
+            found = train_ppmd(config, trial, text)
         else:
             found = train_gptmini(config, text, Path(scratch) / "run")
     return found
@@ -188,26 +196,23 @@ def train_gptmini(config: Config, text: PreparedText, out: Path) -> Settings:
     }
 
 
-def train_nanochat(config: Config, trial: Trial, text: PreparedText) -> Settings:
+def train_nanochat(config: Config, text: PreparedText) -> Settings:
     """Train nanochat's model by its own optimizer on the same windows, and evaluate it."""
     corpus = prepare_corpus(config)
     vocab_size = corpus.tokenizer.vocab_size
     settings = config.train
     torch.manual_seed(seed_from(settings.seed))
     model = nanochat.Nanochat(
-        vocab_size,
-        config.model.n_layer,
-        config.model.n_head,
-        config.model.d_model,
-        SEQ_LEN,
-        plain=trial.recipe == "nanochat-plain",
+        vocab_size, config.model.n_layer, config.model.n_head, config.model.d_model, SEQ_LEN
     )
     optimizer = nanochat.NanochatOptimizer(model, settings.steps)
     batches = Batches(corpus.training, None, SEQ_LEN, BATCH_SIZE, settings.seed)
+    compute = pick_compute("cpu", "auto")
     started = time.perf_counter()
     for step in range(settings.steps):
         tokens, targets = batches.get_batch(step)  # (B, T) each
-        logits = model.compute_logits(model.forward_hidden(tokens))  # (B, T, V)
+        with compute.autocast():
+            logits = model.compute_logits(model.forward_hidden(tokens))  # (B, T, V)
         cross_entropy_(logits.flatten(0, 1), targets.flatten()).backward()
         optimizer.step(step)
     seconds = time.perf_counter() - started
@@ -223,6 +228,49 @@ def train_nanochat(config: Config, trial: Trial, text: PreparedText) -> Settings
         "seconds": seconds,
         "parameters": sum(weight.numel() for weight in model.parameters()),
     }
+
+
+def train_ppmd(config: Config, trial: Trial, text: PreparedText) -> Settings:
+    """Have PPMd read as much of the text as a recipe reads, and then the test part."""
+    (path,) = config.data.path
+    training = Path(path).read_bytes()
+    training = training[: int(len(training) * min(1.0, EPOCHS[trial.regime]))]
+    test = text.test.read_bytes()
+    reads_on = trial.recipe == "PPMd-reading-on"
+    window = len(test) if reads_on else round(SEQ_LEN * text.bytes_per_token)
+    bits, seconds = measure_ppmd(training, test, window)
+    return {"bits_per_byte": bits, "seconds": seconds}
+
+
+def measure_ppmd(training: bytes, test: bytes, window: int) -> tuple[float, float]:
+    """Measure the bits per byte of PPMd, which reads each window after the training text alone.
+
+    Return the seconds in which it read the training text, too.
+    """
+    windows = [test[start : start + window] for start in range(0, len(test), window)]
+    found = []
+    for order in PPMD_ORDERS:
+        encoder = pyppmd.Ppmd7Encoder(order, PPMD_MEMORY)
+        started = time.perf_counter()
+        encoder.encode(training)
+        seconds = time.perf_counter() - started
+        end, *ends = (count_bytes(encoder, text) for text in (b"", *windows))
+        found.append((8 * (sum(ends) - len(ends) * end) / len(test), seconds))
+    return min(found)
+
+
+def count_bytes(encoder: pyppmd.Ppmd7Encoder, text: bytes) -> int:
+    """Count the bytes to the end of a text, in a copy of this process: the encoder stays."""
+    reading, writing = os.pipe()
+    copy = os.fork()
+    if not copy:
+        os.write(writing, str(len(encoder.encode(text)) + len(encoder.flush())).encode())
+        os._exit(0)
+    os.waitpid(copy, 0)
+    os.close(writing)
+    answer = os.read(reading, 20)
+    os.close(reading)
+    return int(answer)
 
 
 def parse_recipes(names: str, more: list[str]) -> dict[str, Settings]:
@@ -254,7 +302,7 @@ def parse_texts(names: str) -> Iterator[tuple[str, tuple[str, str]]]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", metavar="NAME=PATH:TOKENIZER,...", help=", ".join(TEXTS))
-    parser.add_argument("--recipes", help="gptmini, nanochat, nanochat-plain, nanogpt")
+    parser.add_argument("--recipes", help="gptmini, nanochat, nanogpt, PPMd, PPMd-reading-on")
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME:KEY=VALUE:...")
     parser.add_argument("--regimes", help=", ".join(EPOCHS))
     parser.add_argument("--sizes", help="layers x width, such as 3x128,4x256")
@@ -266,7 +314,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 # What is compared, unless options say otherwise.
 QUICK: Settings = {
     "texts": "numpy",
-    "recipes": "gptmini,nanochat",
+    "recipes": "gptmini,nanochat,PPMd,PPMd-reading-on",
     "regimes": "fresh,once",
     "sizes": "3x128",
     "seeds": "1337,1338",
@@ -294,10 +342,9 @@ def measure(
         for name in recipes
     ]
     base, *others = recipes
-    bits = [f"{base} - {other}" for other in others]
-    times = [f"{base} / {other}" for other in others]
-    learned = Table("learning", "text, read, layers x width; bits per byte", [*recipes, *bits], 4)
-    seconds = Table("learning seconds", "seconds of updates", [*recipes, *times])
+    shown = [*recipes, *(f"{other} / {base}" for other in others)]
+    learned = Table("learning", "text, read, layers x width; bits per byte", shown, 4)
+    seconds = Table("learning seconds", "seconds of updates", shown)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepared = {

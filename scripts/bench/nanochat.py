@@ -2,8 +2,7 @@
 
 As of July 2026, for small models on a CPU in float32: the window pattern, fp8 and padding of the
 vocabulary are left out, and rates are not scaled by the size of the batch, whose reference is a
-cluster's. `plain` also leaves out what a Qwen3 cannot express but for the norm of the embedding,
-squared ReLU and the cap on logits: value embeddings, smear, backout and residual scalars.
+cluster's.
 
 Letters: B rows, T positions, D width, H heads, K head size, V vocabulary, L layers.
 """
@@ -88,14 +87,11 @@ class Nanochat(nn.Module):
     cos: Tensor  # (T, 1, K / 2), of the angle of each position and pair
     sin: Tensor
 
-    def __init__(
-        self, vocabulary: int, layers: int, heads: int, width: int, length: int, plain: bool
-    ) -> None:
+    def __init__(self, vocabulary: int, layers: int, heads: int, width: int, length: int) -> None:
         super().__init__()
-        self.plain = plain
         self.embed = nn.Embedding(vocabulary, width)
         # Every second layer has value embeddings, the last one always.
-        self.has_values = [not plain and n % 2 == (layers - 1) % 2 for n in range(layers)]
+        self.has_values = [n % 2 == (layers - 1) % 2 for n in range(layers)]
         self.blocks = nn.ModuleList(NanochatBlock(width, heads, has) for has in self.has_values)
         self.values = nn.ModuleDict(
             {str(n): nn.Embedding(vocabulary, width) for n in range(layers) if self.has_values[n]}
@@ -142,10 +138,6 @@ class Nanochat(nn.Module):
         T = tokens.shape[1]
         cos, sin = self.cos[:T], self.sin[:T]
         x = normalize(self.embed(tokens))  # (B, T, D)
-        if self.plain:
-            for block in self.blocks:
-                x = block(x, cos, sin, None)
-            return normalize(x)
         gate = self.smear_scale * torch.sigmoid(self.smear_gate(x[:, 1:, :SMEAR_CHANNELS]))
         x = torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)  # (B, T, D)
         first = x
@@ -172,24 +164,17 @@ class NanochatOptimizer:
         fast = {"eps": 1e-10, "fused": True}
         embed = {"lr": 0.3 * scale, "betas": (0.8, 0.995), "weight_decay": 0.001}
         head = {"lr": 0.008 * scale, "betas": (0.8, 0.96), "weight_decay": 0.01}
+        values = {"lr": 0.15 * scale, "betas": (0.8, 0.995), "weight_decay": 0.01}
+        smear = [model.smear_gate.weight, model.smear_scale, model.backout_scale]
+        plain = {"betas": (0.8, 0.95), "weight_decay": 0.0}
         groups = [
             {"params": [model.embed.weight], **embed},
             {"params": [model.head.weight], **head},
+            {"params": list(model.values.parameters()), **values},
+            {"params": [model.stream_scales], **plain, "lr": 0.005, "weight_decay": 0.05},
+            {"params": [model.embed_scales], **plain, "lr": 0.5, "betas": (0.96, 0.95)},
+            {"params": smear, **plain, "lr": 0.2},
         ]
-        if not model.plain:
-            smear = [model.smear_gate.weight, model.smear_scale, model.backout_scale]
-            plain = {"betas": (0.8, 0.95), "weight_decay": 0.0}
-            groups += [
-                {
-                    "params": list(model.values.parameters()),
-                    "lr": 0.15 * scale,
-                    "betas": (0.8, 0.995),
-                    "weight_decay": 0.01,
-                },
-                {"params": [model.stream_scales], **plain, "lr": 0.005, "weight_decay": 0.05},
-                {"params": [model.embed_scales], **plain, "lr": 0.5, "betas": (0.96, 0.95)},
-                {"params": smear, **plain, "lr": 0.2},
-            ]
         self.adamw = torch.optim.AdamW(groups, **fast)  # type: ignore[arg-type]
         self.rates = [group["lr"] for group in self.adamw.param_groups]
         self.matrices: dict[tuple[int, ...], list[nn.Parameter]] = {}

@@ -1,21 +1,20 @@
 """Tables of what a bench measures, the file that keeps them drawn, and the pages that show them.
 
 A table has a list of values in each cell, one for each round or seed. What is shown of it is their
-median. Columns are shown on their own or as an expression: `A / B` is the median of the ratios of
-equal rounds, `A - B` of their differences.
+median. Columns are shown on their own or as `A / B`, the median of the ratios of equal rounds.
+`peer` is the best of several columns in its row: drawn as a column it is named.
 
 Pages have tables between `<!-- table NAME -->` and `<!-- end -->`; `about` is a paragraph on
-machine, commit and date, `compared` our place beside others, and `front` its first rows.
+machine, commit and date, `compared` our place beside others.
 """
 
 import json
 import math
-import operator
 import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,60 +25,46 @@ SHAKESPEARE = ROOT / "data" / "tinyshakespeare.txt"
 # How much a bench does: `trial` only shows that it runs, `full` takes a night for all of them.
 Extent = Literal["trial", "quick", "full"]
 Runs = list[float]
-OPERATORS: dict[str, Callable[[float, float], float]] = {
-    " / ": operator.truediv,
-    " - ": operator.sub,
-}
 PAGES = (ROOT / "README.md", ROOT / "scripts" / "RESULTS.md")
 MARKED = re.compile(r"(<!-- table (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-# What is compared, beside what, and where it is: table, row, ratio. The front page has the first
-# five.
-COMPARED = (
-    (
-        "training to the loss at which nanoGPT's recipe for a CPU ends",
-        "plain PyTorch, float32",
-        ("train", "seconds to 1.8982", "plain PyTorch / gptmini"),
-    ),
-    (
-        "a training step, 6 layers of width 384",
-        "plain PyTorch, float32",
-        (
-            "train",
-            "seconds a step, 6 x 6 x 384, 64 x 256 tokens, compiled",
-            "plain PyTorch / gptmini",
-        ),
-    ),
-    (
-        "a Llama of GPT-2's size continues one prompt, bfloat16",
-        "llama.cpp, built for AVX2",
-        ("llama", "1 x 32, 64 new", "bfloat16 / bf16"),
-    ),
-    (
-        "it continues 32 prompts",
-        "transformers",
-        ("llama", "32 x 32, 16 new", "bfloat16 / HF bfloat16"),
-    ),
-    (
-        "it reads a prompt of 512 tokens",
-        "transformers",
-        ("llama", "1 x 512, 1 new", "bfloat16 / HF bfloat16"),
-    ),
-    (
-        "it reads 32 prompts, float32",
-        "transformers",
-        ("generate first token", "124M mha, 32 x 32", "HF float32 / float32"),
-    ),
-    (
-        "eight clients with prompts of 512, tokens/s",
-        "llama.cpp, built for AVX2",
-        ("serve", "8 x 512", "gptmini / llama.cpp"),
-    ),
-    (
-        "memory when generating, bfloat16 (less is better)",
-        "transformers, float32",
-        ("generate memory", "124M", "bfloat16 / HF float32"),
-    ),
-)
+# The table and row (None: all of them) in which something is compared: what, beside what (None: the
+# best peer of the row), and the ratio.
+COMPARED: dict[tuple[str, str | None], list[tuple[str, str | None, str]]] = {
+    ("train", "seconds to 1.8982"): [
+        ("training to the loss at which nanoGPT's recipe for a CPU ends", None, "peer / gptmini")
+    ],
+    ("train", "seconds a step, 6 x 6 x 384, 64 x 256 tokens, compiled"): [
+        ("a training step, 6 layers of width 384", None, "peer / gptmini")
+    ],
+    ("llama", "1 x 32, 64 new"): [
+        ("a Llama of GPT-2's size continues one prompt, bfloat16", "llama.cpp", "bfloat16 / bf16"),
+        ("the same, int8", "llama.cpp", "int8 / q8_0"),
+        ("the same, float32", "llama.cpp", "float32 / f32"),
+    ],
+    ("llama", "32 x 32, 16 new"): [
+        ("it continues 32 prompts, bfloat16", "llama.cpp", "bfloat16 / bf16"),
+        ("the same", None, "bfloat16 / peer"),
+    ],
+    ("llama", "1 x 512, 1 new"): [
+        ("it reads a prompt of 512 tokens, bfloat16", "llama.cpp", "bfloat16 / bf16"),
+        ("the same", None, "bfloat16 / peer"),
+    ],
+    ("generate first token", None): [
+        ("reading prompts, float32", "transformers float32", "transformers float32 / float32")
+    ],
+    ("generate memory", "124M"): [("memory when GPT-2 generates", None, "peer / bfloat16")],
+    ("serve", "8 x 512"): [
+        ("eight clients with prompts of 512, tokens/s", "llama.cpp", "gptmini / llama.cpp")
+    ],
+    ("first quality", "gptmini train"): [
+        ("bits per byte of new stories after `gptmini train`", "PPMd", "PPMd / bits per byte")
+    ],
+    ("learning", "numpy, once, 3x128"): [
+        ("bits per byte of unseen code, after a minute", "nanochat's recipe", "nanochat / gptmini"),
+        ("the same", "PPMd", "PPMd / gptmini"),
+        ("the same", "PPMd, learning as it is measured", "PPMd-reading-on / gptmini"),
+    ],
+}
 
 
 @dataclass
@@ -87,29 +72,35 @@ class Table:
     """A table of a bench: the runs of each row and column.
 
     `shown` are the columns as they are drawn, expressions among them, and `digits` how many
-    significant digits a value has then.
+    significant digits a value has then. Among `peers`, other projects' columns, `best` chooses.
     """
 
     name: str
     unit: str
     shown: list[str]
     digits: int = 3
+    peers: tuple[str, ...] = ()
+    best: Callable[..., Any] = min
     rows: dict[str, dict[str, Runs]] = field(default_factory=dict)
 
     def append(self, row: str, column: str, value: float) -> None:
         self.rows.setdefault(row, {}).setdefault(column, []).append(value)
 
-    def compute(self, row: str, expression: str) -> Runs:
-        """Return a column or an expression of columns, run by run; KeyError names what is not."""
+    def find_peer(self, row: str) -> str:
+        """Find the best peer of a row by the median of its runs."""
         columns = self.rows[row]
-        if expression in columns:
-            return columns[expression]
-        for sign, apply in OPERATORS.items():
-            left, found, right = expression.partition(sign)
-            if not found:
-                continue
-            return [apply(*pair) for pair in zip(columns[left], columns[right], strict=True)]
-        raise KeyError(expression)
+        measured = [peer for peer in self.peers if peer in columns]
+        return self.best(measured, key=lambda peer: statistics.median(columns[peer]))
+
+    def compute(self, row: str, expression: str) -> Runs:
+        """Return a column or a ratio of columns, run by run; KeyError names what is not."""
+        columns = self.rows[row]
+        if self.peers:
+            columns = columns | {"peer": columns[self.find_peer(row)]}
+        above, _, below = expression.partition(" / ")
+        if not below:
+            return columns[above]
+        return [a / b for a, b in zip(columns[above], columns[below], strict=True)]
 
     def draw(self) -> list[str]:
         """Draw the table in Markdown, line by line."""
@@ -120,25 +111,20 @@ class Table:
         return [f"| {' | '.join(line)} |" for line in lines]
 
     def _draw_cell(self, row: str, expression: str) -> str:
+        if expression == "peer":
+            return self.find_peer(row)
         try:
             runs = self.compute(row, expression)
         except KeyError:
             return ""
-        if expression in self.rows[row]:
-            return format_value(statistics.median(runs), self.digits)
-        if " / " in expression:
-            middle, *ends = (
-                f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in compute_span(runs)
-            )
-            middle += " x"
-        else:
-            middle, *ends = (f"{value:+.3f}" for value in compute_span(runs))
-        return middle if len(runs) == 1 else f"{middle} ({' to '.join(ends)})"
-
-
-def compute_span(runs: Runs) -> tuple[float, float, float]:
-    """Return the median of runs, the lowest and the highest."""
-    return statistics.median(runs), min(runs), max(runs)
+        middle = statistics.median(runs)
+        if " / " not in expression:
+            return format_value(middle, self.digits)
+        ratio, *ends = (
+            f"{value:.2f}" if value < 10 else f"{value:.1f}"
+            for value in (middle, min(runs), max(runs))
+        )
+        return f"{ratio} x" + (f" ({' to '.join(ends)})" if len(runs) > 1 else "")
 
 
 def format_value(value: float, digits: int) -> str:
@@ -174,10 +160,8 @@ class Results:
         """Draw what a page has between the markers of this name; KeyError if it is not here."""
         if name == "about":
             return self._describe()
-        if name == "front":
-            return self._compare("how many times as fast gptmini is", COMPARED[:5])
         if name == "compared":
-            return self._compare("factor", COMPARED)
+            return self._compare()
         return "\n".join(self.tables[name])
 
     def write_pages(self) -> None:
@@ -191,25 +175,35 @@ class Results:
         def draw(block: re.Match[str]) -> str:
             try:
                 return f"{block[1]}{self.draw(block[2])}\n{block[3]}"
-            except KeyError:
+            except KeyError as missing:
+                print(f"the table {block[2]} stays as it is, without {missing}")
                 return block[0]
 
         return MARKED.sub(draw, text)
 
-    def _compare(self, heading: str, rows: Iterable[tuple[str, str, tuple[str, str, str]]]) -> str:
+    def _compare(self) -> str:
         """Draw the medians of ratios, each beside what it is compared with."""
-        machine = self.facts["machine"]
-        lines = [f"| on {machine['cores']} cores, {machine['processor']} | beside | {heading} |"]
-        lines.append("|---|---|---|")
-        for what, beside, (table, row, ratio) in rows:
-            lines.append(f"| {what} | {beside} | {self._read_factor(table, row, ratio):.2g} x |")
+        facts = self.facts
+        machine = facts["machine"]
+        caption = (
+            f"Measured on {facts['date']} at commit {facts['commit']} on {machine['cores']} cores "
+            f"({machine['processor']}). Above 1 x gptmini is ahead, below it the other:"
+        )
+        lines = [*textwrap.wrap(caption, 120), "", "| | beside | ratio |", "|---|---|---|"]
+        # A native build has a version of its own, the wheel that of its package.
+        kind = "built natively" if "llama.cpp" in facts["versions"] else "the wheel, built for AVX2"
+        for (table, row), comparisons in COMPARED.items():
+            headings, _, *rows = (line[2:-2].split(" | ") for line in self.tables[table])
+            found = [dict(zip(headings, cells, strict=True)) for cells in rows]
+            found = [cells for cells in found if row in {None, cells[headings[0]]}]
+            for what, beside, ratio in comparisons:
+                factors = [float(cells[ratio].split()[0]) for cells in found]
+                ends = sorted({min(factors), max(factors)})
+                other = beside or found[0]["peer"]
+                other += f", {kind}" if beside == "llama.cpp" else ""
+                shown = " to ".join(f"{factor:.2g}" for factor in ends)
+                lines.append(f"| {what} | {other} | {shown} x |")
         return "\n".join(lines)
-
-    def _read_factor(self, table: str, row: str, column: str) -> float:
-        """Read the median of a ratio, such as `2.40 x (2.06 to 2.74)`, from its table."""
-        headings, _, *rows = (line[2:-2].split(" | ") for line in self.tables[table])
-        (cells,) = (cells for cells in rows if cells[0] == row)
-        return float(cells[headings.index(column)].split()[0])
 
     def _describe(self) -> str:
         """Describe where and when all of this was measured."""

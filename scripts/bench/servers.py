@@ -1,5 +1,7 @@
 """Starts the servers of gptmini and of llama.cpp that benchmarks ask."""
 
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+# A folder with llama-batched-bench and llama-server, built for this machine; else the wheel serves.
+LLAMA_CPP = os.environ.get("LLAMA_CPP", "")
 LLAMA = """
 import sys, threading, xllamacpp as x
 p = x.CommonParams()
@@ -45,9 +49,21 @@ def start_server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
 
 def build_llama_command(gguf: str | Path, port: int, rows: int, threads: int = -1) -> list[str]:
     """Build the command of llama.cpp's server; -1 is all threads."""
+    if LLAMA_CPP:
+        words = ["-m", gguf, "--port", port, "-np", rows, "-c", 1024 * rows, "-t", threads]
+        return [f"{LLAMA_CPP}/llama-server", *map(str, words), "-fa", "on", "--log-disable"]
     if find_spec("xllamacpp") is None:
         sys.exit("llama.cpp is not installed: pip install xllamacpp")
     return [sys.executable, "-c", LLAMA, *map(str, (gguf, port, rows, threads))]
+
+
+def read_llama_version() -> str:
+    """Read the version that llama.cpp gives itself, of the one that is built for this machine."""
+    command = [f"{LLAMA_CPP}/llama-batched-bench", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"version: (.*)", done.stdout + done.stderr)
+    assert found is not None
+    return f"{found[1]} (built natively)"
 
 
 def find_free_port() -> int:

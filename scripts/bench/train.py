@@ -4,7 +4,9 @@ python scripts/bench train [--text data/tinyshakespeare.txt] [--parts step,share
 
 Losses are nats per character over the whole validation split, the last tenth of the text, in
 consecutive windows; of a run, the lowest of its evaluations. Seconds are those of the updates:
-start-up, compilation and evaluation do not count, but for the minutes of a configuration.
+start-up, compilation and evaluation do not count, but for the minutes of a configuration. The
+recipes train in float32 and, where the processor multiplies it, by bfloat16 autocast, compiled and
+not; the fastest of these counts.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -38,10 +40,16 @@ from gptmini.plan.timing import Machine, choose_micro_batch_size, compile_blocks
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
 LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256
+# The type of the recipe's products, and whether it is compiled, by what tables call them.
+MODES = {
+    f"plain PyTorch {name}{words}": (dtype, bool(words))
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+    for words in ("", " compiled")
+}
 
 
 class Baseline(nn.Module):
-    """GPT-2 by the recipe: learned positions, no biases, tied head, float32."""
+    """GPT-2 by the recipe: learned positions, no biases, tied head."""
 
     def __init__(self, layers: int, heads: int, width: int, length: int, vocabulary: int) -> None:
         super().__init__()
@@ -59,8 +67,8 @@ class Baseline(nn.Module):
                 std = 0.02 / math.sqrt(2 * layers) if into_stream else 0.02
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V)."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Tokens (B, T) and targets (B, T) -> loss."""
         B, T = tokens.shape
         x = self.embed(tokens) + self.positions.weight[:T]  # (B, T, D)
         for layer in range(len(self.qkv)):
@@ -69,7 +77,8 @@ class Baseline(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out[layer](mixed.transpose(1, 2).flatten(2))
             x = x + self.down[layer](F.gelu(self.up[layer](self.norms[2 * layer + 1](x))))
-        return F.linear(self.norms[-1](x), self.embed.weight)
+        logits = F.linear(self.norms[-1](x), self.embed.weight)  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def encode_characters(path: Path) -> tuple[Tensor, Tensor, int]:
@@ -81,17 +90,43 @@ def encode_characters(path: Path) -> tuple[Tensor, Tensor, int]:
     return tokens[:cut], tokens[cut:], len(vocabulary)
 
 
-def train_baseline(path: Path, steps: int) -> tuple[float, float]:
-    """Train by the CPU recipe (4 x 4 x 128, 12 x 64 tokens a step): seconds, final loss."""
-    training, held_out, vocabulary = encode_characters(path)
+def list_modes() -> list[str]:
+    """List the modes that this processor has the instructions for."""
+    narrow = multiplies_bfloat16(torch.device("cpu"))
+    return [name for name, (dtype, _) in MODES.items() if narrow or dtype == torch.float32]
+
+
+def create_baseline(
+    mode: str, *shape: int
+) -> tuple[Baseline, torch.optim.Optimizer, Callable[[Tensor, Tensor], None]]:
+    """Create a model of the recipe, its optimizer, and what takes a step on tokens, targets."""
     torch.manual_seed(1337)
-    model = Baseline(4, 4, 128, 64, vocabulary)
+    model = Baseline(*shape)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        betas=(0.9, 0.99),
-    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), fused=True)
+    dtype, is_compiled = MODES[mode]
+    compute_loss = torch.compile(model) if is_compiled else model
+
+    def update(tokens: Tensor, targets: Tensor) -> None:
+        with Compute(torch.device("cpu"), dtype).autocast():
+            loss = compute_loss(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, update
+
+
+def train_baseline(path: Path, steps: int, mode: str) -> tuple[float, float]:
+    """Train by the CPU recipe (4 x 4 x 128, 12 x 64 tokens a step): seconds, final loss."""
+    training, held_out, vocabulary = encode_characters(path)
+    model, optimizer, update = create_baseline(mode, 4, 4, 128, 64, vocabulary)
+    zeros = torch.zeros(12, 64, dtype=torch.long)
+    update(zeros, zeros)  # compiles; at a rate of 0 it changes no weight
+    optimizer.state.clear()
     seconds = 0.0
     for step in range(steps):
         started = time.perf_counter()
@@ -101,32 +136,25 @@ def train_baseline(path: Path, steps: int) -> tuple[float, float]:
             group["lr"] = min(1e-3 * (step + 1) / 101, cooled)
         starts = torch.randint(len(training) - 64, (12,))
         windows = torch.stack([training[start : start + 65] for start in starts.tolist()])
-        logits = model(windows[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(windows[:, :-1], windows[:, 1:])
         seconds += time.perf_counter() - started
+    rows = held_out[: (len(held_out) - 1) // 64 * 64 + 1].unfold(0, 65, 64)
     with torch.no_grad():
-        rows = held_out[: (len(held_out) - 1) // 64 * 64 + 1].unfold(0, 65, 64)
-        logits = torch.cat([model(part[:, :-1]) for part in rows.split(64)])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-    return seconds, loss.item()
+        losses = [model(part[:, :-1], part[:, 1:]) * len(part) for part in rows.split(64)]
+    return seconds, (sum(losses) / len(rows)).item()
 
 
-def time_baseline_step(path: Path, dtype: torch.dtype = torch.float32) -> float:
-    """Seconds a step of the GPU recipe (6 x 6 x 384, 64 x 256 tokens), with products in `dtype`."""
-    model = Baseline(6, 6, 384, 256, encode_characters(path)[2])
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(64, 256, dtype=torch.long)
-    for _ in range(2):  # the first one allocates
-        started = time.perf_counter()
-        with Compute(torch.device("cpu"), dtype).autocast():
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return time.perf_counter() - started
+def time_baseline_steps(path: Path, rows: int) -> dict[str, float]:
+    """Seconds a step of the GPU recipe (6 x 6 x 384, rows of 256 tokens) in each mode."""
+    found = {}
+    tokens = torch.zeros(rows, 256, dtype=torch.long)
+    for mode in list_modes():
+        *_, update = create_baseline(mode, 6, 6, 384, 256, encode_characters(path)[2])
+        for _ in range(2):  # the first one compiles and allocates
+            started = time.perf_counter()
+            update(tokens, tokens)
+            found[mode] = time.perf_counter() - started
+    return found
 
 
 class Runs:
@@ -161,37 +189,38 @@ class Tables:
     """What the parts measure."""
 
     speed: Table
-    seconds: Table
     work: Table
     configurations: Table
 
 
 def measure_steps(runs: Runs, tables: Tables, extent: Extent) -> None:
     """Time of a step of the GPU recipe, eager and compiled."""
-    shape = ["model={n_layer: 6, n_head: 6, d_model: 384}", "train.batch_size=64"]
+    rows = 4 if extent == "trial" else 64
+    shape = ["model={n_layer: 6, n_head: 6, d_model: 384}", f"train.batch_size={rows}"]
     short = [f"train.steps={3 if extent == 'trial' else 9}", "train.log_every=1"]
     short += ["data.validation=0.01", "train.eval_tokens=256"]
-    types = {"": torch.float32}
-    if multiplies_bfloat16(torch.device("cpu")):
-        types[", beside bfloat16"] = torch.bfloat16
     for _ in range({"trial": 1, "quick": 2, "full": 5}[extent]):
-        plain = {words: time_baseline_step(runs.path, dtype) for words, dtype in types.items()}
+        plain = time_baseline_steps(runs.path, rows)
         for mode, name in (("off", "eager"), ("on", "compiled")):
             metrics = runs.train(None, *shape, *short, f"train.compile={mode}")
-            seconds = statistics.median(64 * 256 / m["tokens_per_second"] for m in metrics[2:])
-            for words, baseline in plain.items():
-                row = f"seconds a step, 6 x 6 x 384, 64 x 256 tokens, {name}{words}"
-                tables.speed.append(row, "plain PyTorch", baseline)
-                tables.speed.append(row, "gptmini", seconds)
+            seconds = statistics.median(rows * 256 / m["tokens_per_second"] for m in metrics[2:])
+            row = f"seconds a step, 6 x 6 x 384, {rows} x 256 tokens, {name}"
+            for column, value in {**plain, "gptmini": seconds}.items():
+                tables.speed.append(row, column, value)
 
 
 def measure_small(runs: Runs, tables: Tables, extent: Extent) -> None:
-    """Time to the final loss of the CPU recipe."""
+    """Time to the final loss of the CPU recipe, in the mode that is fastest for 100 steps."""
+    steps = 2 if extent == "trial" else 100
+    row = f"seconds of {steps} steps, 4 x 4 x 128, 12 x 64 tokens"
+    for mode in list_modes():
+        tables.speed.append(row, mode, train_baseline(runs.path, steps, mode)[0])
+    fastest = tables.speed.find_peer(row)
     row = f"seconds to {SMALL_TARGET}"
     for _ in range(1 if extent == "trial" else 3):  # in turns, as the machine's speed drifts
-        seconds, loss = train_baseline(runs.path, 2 if extent == "trial" else 2000)
+        seconds, loss = train_baseline(runs.path, 20 * steps, fastest)
         metrics = measure_configuration(runs, tables, "shakespeare-char-small", extent)
-        tables.speed.append(row, "plain PyTorch", seconds)
+        tables.speed.append(row, fastest, seconds)
         tables.speed.append(row, "gptmini", find_seconds_to(metrics, SMALL_TARGET))
         tables.configurations.append("shakespeare-char-small", "plain PyTorch's loss", loss)
 
@@ -200,9 +229,10 @@ def measure_large(runs: Runs, tables: Tables, extent: Extent) -> None:
     """Time to the best loss of the GPU recipe, whose 5000 steps are extrapolated, not run."""
     row = f"minutes to {LARGE_TARGET}"
     for _ in range(3 if extent == "full" else 1):
-        plain = 5000 * time_baseline_step(runs.path) / 60
+        plain = time_baseline_steps(runs.path, 4 if extent == "trial" else 64)
         metrics = measure_configuration(runs, tables, "shakespeare-char", extent)
-        tables.speed.append(row, "plain PyTorch", plain)
+        for mode, seconds in plain.items():
+            tables.speed.append(row, mode, 5000 * seconds / 60)
         tables.speed.append(row, "gptmini", find_seconds_to(metrics, LARGE_TARGET) / 60)
 
 
@@ -276,15 +306,14 @@ def measure_share(runs: Runs, tables: Tables, extent: Extent) -> None:
         tables.work.append(row, "product", reached / 1e9)
         for name in ("eager",) if trial else ("eager", "compiled"):
             seconds = time_step(full, compute, compiled=name == "compiled")
-            tables.seconds.append(row, name, seconds)
             tables.work.append(row, name, work / seconds / 1e9)
 
 
 PARTS = {
     "step": measure_steps,
-    "share": measure_share,
     "small": measure_small,
     "large": measure_large,
+    "share": measure_share,  # keeps memory for the process, so it comes after the peer
     "configurations": measure_configurations,
 }
 
@@ -295,9 +324,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(extent: Extent, text: Path = SHAKESPEARE, parts: str | None = None) -> Iterator[Table]:
+    modes = list_modes()
     tables = Tables(
-        Table("train", "", ["plain PyTorch", "gptmini", "plain PyTorch / gptmini"]),
-        Table("train steps", "seconds a step", ["eager", "compiled", "eager / compiled"]),
+        Table("train", "", [*modes, "peer", "gptmini", "peer / gptmini"], peers=tuple(modes)),
         Table(
             "train share",
             "GFLOP/s",

@@ -94,3 +94,22 @@ def test_the_tables_of_the_pages_are_those_of_the_results(monkeypatch):
         text = page.read_text()
         assert "<!-- table " in text
         assert results.rewrite(text) == text, page
+
+
+def test_a_table_compares_with_the_best_peer_of_each_row(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from bench.results import Table
+
+    table = Table("speed", "s", ["peer", "ours", "peer / ours"], peers=("eager", "compiled"))
+    seconds = {
+        "small": {"eager": [2.0, 3.0, 2.0], "compiled": [1.0, 9.0, 4.0], "ours": [1.0, 2.0, 1.0]},
+        "large": {"compiled": [8.0], "ours": [16.0]},
+    }
+    for row, columns in seconds.items():
+        for column, runs in columns.items():
+            for value in runs:
+                table.append(row, column, value)
+    assert table.draw()[2:] == [
+        "| small | eager | 1.00 | 2.00 x (1.50 to 2.00) |",
+        "| large | compiled | 16.0 | 0.50 x |",
+    ]
