@@ -14,6 +14,15 @@ def load_plots() -> ModuleType:
     return plots
 
 
+def load_replicas() -> ModuleType:
+    """Load what shares a batch among processes, and what one needs whose sums are exact."""
+    try:
+        from gptmini.extras.parallel import replicas  # noqa: PLC0415 - may be missing
+    except ModuleNotFoundError as error:
+        raise explain_missing_part("several processes or exact sums", error) from None
+    return replicas
+
+
 def load_pages() -> ModuleType:
     """Load what makes a page of a run."""
     try:

@@ -61,15 +61,6 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return _equalize_columns(iterate_newton_schulz(_equalize_columns(matrices)))
 
 
-def orthogonalize_one_by_one(matrices: Tensor) -> Tensor:
-    """Orthogonalize matrices (N, R, C), each with bits that do not depend on the others.
-
-    In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
-    a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
-    """
-    return torch.cat([orthogonalize(matrix) for matrix in matrices.contiguous().split(1)])
-
-
 def _equalize_columns(matrices: Tensor) -> Tensor:
     """Scale the columns of matrices (N, R, C) to the length √(R/C), as if rows had length 1."""
     R, C = matrices.shape[1:]

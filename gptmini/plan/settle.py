@@ -15,6 +15,7 @@ from gptmini.config.settings import Config
 from gptmini.console import format_count, format_duration, say, warn
 from gptmini.data.corpus import TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
+from gptmini.doors import load_replicas
 from gptmini.errors import DataError
 from gptmini.machine import (
     can_choose_threads,
@@ -34,13 +35,7 @@ from gptmini.plan.recipe import (
     measure_corpus,
 )
 from gptmini.plan.reconcile import reconcile
-from gptmini.plan.timing import (
-    Machine,
-    choose_micro_batch_size,
-    is_worth_compiling,
-    shard_if_needed,
-    split_batch,
-)
+from gptmini.plan.timing import Machine, choose_micro_batch_size, is_worth_compiling
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import describe_changed_text
 
@@ -250,15 +245,17 @@ def settle_recipe(plan: Plan) -> Plan:
 
 
 def settle_micro_batch(plan: Plan, dry_run: bool) -> Plan:
-    """Choose how processes share a batch, and as many rows per forward pass as fit."""
+    """Choose as many rows per forward pass as fit, and how several processes share a batch."""
     machine = plan.machine
-    is_reduce_open = plan.config.train.reduce == "auto"
-    is_size_stated = plan.request.stated.train.micro_batch_size is not None
-    config = split_batch(plan.config, machine.world_size, is_size_stated)
+    if machine.world_size > 1 or plan.config.train.reduce == "exact":
+        share = load_replicas().share_batch
+        config = share(plan.config, plan.request.stated.train, machine, dry_run)
+        return replace(plan, config=config)
+    config = plan.config.with_train(reduce="fast")
     if not dry_run:
-        config = shard_if_needed(config, machine, is_reduce_open)
+        machine.check_memory(count_parameters(config.model))
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=choose_micro_batch_size(config, machine))
+        config = config.with_train(micro_batch_size=choose_micro_batch_size(config, machine, [1]))
     return replace(plan, config=config)
 
 

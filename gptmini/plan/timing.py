@@ -1,4 +1,4 @@
-"""Find what suits the machine: threads, rows per forward pass, shards, and torch.compile.
+"""Find what suits the machine: threads, rows per forward pass, and torch.compile.
 
 A `Machine` predicts the time of a step by arithmetic, and a step of a model that is thrown away
 says how far off that is, so measuring never touches the run.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.console import say, show_elapsed, warn
-from gptmini.errors import ConfigError, MachineError
+from gptmini.console import say, show_elapsed
+from gptmini.errors import MachineError
 from gptmini.machine import (
     Compute,
     can_choose_threads,
@@ -29,7 +29,6 @@ from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import Memory, count_parameters, count_step_flops, estimate_memory
 from gptmini.plan.estimates import Estimates, get_estimates
 
-MAX_EXACT_WORLD_SIZE = 8  # up to which train.reduce=auto is exact
 # Of the speed of a matrix product, what training reaches: norms and attention are no products.
 SHARE_OF_PRODUCT_SPEED = 0.5
 PRODUCT_SECONDS = 0.1  # for measuring that speed
@@ -157,7 +156,8 @@ class Machine:
         share = PROBE_SECONDS / self.predict_step(config)
         tokens = max(MIN_PROBE_TOKENS, int(share * train.batch_size * config.seq_len))
         length = min(config.seq_len, tokens)
-        size = train.micro_batch_size or choose_micro_batch_size(config, self)
+        sizes = [self.world_size]
+        size = train.micro_batch_size or choose_micro_batch_size(config, self, sizes)
         rows = min(size, tokens // length)
         return config.with_train(batch_size=rows, micro_batch_size=None, seq_len=length)
 
@@ -176,50 +176,12 @@ class Machine:
 # -- rows per forward pass -------------------------------------------------------------------------
 
 
-def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) -> Config:
-    """Check that processes can share every batch equally, and choose how they add gradients.
-
-    They add them exactly where that costs little and every process has the whole model. A
-    micro-batch that does not divide a process's rows is chosen again unless it was stated. Raises
-    ConfigError for what does not divide, and for exact sums of shards.
-    """
-    train = config.train
-    rows, rest = divmod(train.batch_size, world_size)
-    if rest:
-        nearest = [count * world_size for count in (rows, rows + 1) if count > 0]
-        raise ConfigError(
-            f"train.batch_size: {train.batch_size} rows do not divide among {world_size} "
-            f"processes; use {' or '.join(map(str, nearest))}"
-        )
-    size = train.micro_batch_size
-    if size is not None and rows % size:
-        problem = f"{size} does not divide the {rows} rows of each of {world_size} processes"
-        if is_micro_batch_stated:
-            raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
-        warn(f"train.micro_batch_size: {problem}; choosing another")
-        config = config.with_train(micro_batch_size=None)
-    is_power_of_two = world_size & (world_size - 1) == 0
-    if train.reduce == "exact" and not is_power_of_two:
-        raise ConfigError(
-            f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {world_size}; use fast"
-        )
-    is_sharded = train.shard and world_size > 1
-    if train.reduce == "exact" and is_sharded:
-        raise ConfigError("train.reduce: exact needs whole models, not train.shard; use fast")
-    if train.reduce == "auto":
-        few = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
-        is_exact = few and not is_sharded
-        config = config.with_train(reduce="exact" if is_exact else "fast")
-    return config
-
-
-def choose_micro_batch_size(config: Config, machine: Machine) -> int:
+def choose_micro_batch_size(config: Config, machine: Machine, world_sizes: list[int]) -> int:
     """Choose the largest divisor of a process's rows that fits half the memory and a CPU's caches.
 
-    With `train.reduce: exact` the same number is chosen for 1 to 8 processes: it divides the rows
-    of each, and fits on all numbers of processes on which the model does.
+    It divides the rows of each process on each of these numbers of them, and fits where the model
+    does.
     """
-    world_sizes = list_equivalent_world_sizes(config, machine.world_size)
     shared_rows = config.train.batch_size // max(world_sizes)
     rows = shared_rows
     most_tokens = machine.estimates.max_tokens_per_pass
@@ -240,36 +202,6 @@ def choose_micro_batch_size(config: Config, machine: Machine) -> int:
 
     sizes = [size for size in range(2, rows + 1) if shared_rows % size == 0]
     return max(filter(fits, sizes), default=1)
-
-
-def list_equivalent_world_sizes(config: Config, world_size: int) -> list[int]:
-    """List the numbers of processes that must make the same bits as `world_size` of them."""
-    if config.train.reduce != "exact":
-        return [world_size]
-    powers = [2**k for k in range(MAX_EXACT_WORLD_SIZE.bit_length())]  # 1, 2, 4, 8
-    divisors = [size for size in powers if config.train.batch_size % size == 0]
-    return sorted({world_size, *divisors})
-
-
-def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> Config:
-    """Shard a model that does not fit whole; raises MachineError if it does not fit at all.
-
-    ConfigError if gradients are to be added exactly, for which every process needs it whole.
-    """
-    count = count_parameters(config.model)
-    world_size = machine.world_size
-    whole = estimate_training_bytes(count, machine.compute.device, world_size, sharded=False)
-    if world_size > 1 and whole > machine.get_total_memory():
-        if config.train.reduce == "exact" and not is_reduce_open:
-            raise ConfigError(
-                "train.reduce: exact needs whole models, which do not fit; use fast, and "
-                "train.shard: true"
-            )
-        config = config.with_train(shard=True, reduce="fast")
-    if world_size > 1 and config.train.shard and config.train.compile == "auto":
-        config = config.with_train(compile="off")
-    machine.check_memory(count, config.train.shard)
-    return config
 
 
 # -- the time of a step ----------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def measure_configuration(
 
 def time_step(config: Config, compute: Compute, compiled: bool) -> float:
     """Seconds of the faster of two steps of a new model on dummy tokens; the first allocates."""
-    size = choose_micro_batch_size(config, Machine(compute))
+    size = choose_micro_batch_size(config, Machine(compute), [1])
     model = GPT(config.model).to(compute.device).train()
     if compiled:
         compile_blocks(model)

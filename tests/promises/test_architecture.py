@@ -48,6 +48,7 @@ PARTS = [
 LOADERS = {
     ("doors", "load_pages", "extras.page"),
     ("doors", "load_plots", "extras.plots"),
+    ("doors", "load_replicas", "extras.parallel"),
     ("generate.engine", "open_engine", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
     ("tokenizer.load", "_adopt_file", "extras.interop"),

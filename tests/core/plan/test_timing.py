@@ -30,44 +30,11 @@ def test_the_micro_batch_divides_the_batch_and_fits():
     static = STATIC * cost.count_parameters(config.model)
     for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
         machine = FakeMachine(memory=static + 2 * rows * row, row=row)
-        assert timing.choose_micro_batch_size(config, machine) == expected
-    assert timing.choose_micro_batch_size(config, FakeMachine()) == 12
+        assert timing.choose_micro_batch_size(config, machine, [1]) == expected
+    assert timing.choose_micro_batch_size(config, FakeMachine(), [1]) == 12
     small = replace(estimates.CPU, max_tokens_per_pass=4 * config.seq_len)
-    assert timing.choose_micro_batch_size(config, FakeMachine(figures=small)) == 4
-    assert timing.choose_micro_batch_size(config, FakeMachine(GPU)) == 12
-
-
-@pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
-def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected):
-    config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
-    numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
-    for n in numbers:
-        assert timing.choose_micro_batch_size(config, FakeMachine(world_size=n)) == expected
-    fast = config.with_train(reduce="fast")
-    shares = [batch_size // n for n in numbers]
-    found = [timing.choose_micro_batch_size(fast, FakeMachine(world_size=n)) for n in numbers]
-    assert found == shares
-    static = STATIC * cost.count_parameters(config.model)
-    row = static // 8
-    for most in numbers:  # so many processes fit, each with two rows
-        memory = most * static + 4 * row
-        machines = [FakeMachine(world_size=n, memory=memory, row=row) for n in numbers]
-        sizes = {timing.choose_micro_batch_size(config, machine) for machine in machines}
-        assert sizes == {2 if expected % 2 == 0 else 1}
-
-
-def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows():
-    train = {"batch_size": 16, "reduce": "fast"}
-    config = tiny(train=train).with_tokenizer("byte", 257)
-    sharded = config.with_train(shard=True)
-    static = STATIC * cost.count_parameters(config.model)
-    row = static // 4
-    # Twice the rows that fit into half of what 2 whole models, or one in two shards, leave free.
-    machine = FakeMachine(world_size=2, memory=2 * static + 2 * row, row=row)
-    assert timing.choose_micro_batch_size(config, machine) == 1
-    assert timing.choose_micro_batch_size(sharded, machine) == 2
-    roomy = replace(machine, memory=static + 8 * row)
-    assert timing.choose_micro_batch_size(sharded, roomy) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(figures=small), [1]) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(GPU), [1]) == 12
 
 
 SMOLLM2 = {
@@ -88,7 +55,7 @@ SMOLLM2 = {
 def test_a_few_rows_of_a_large_model_are_one_pass():
     """Four of SmolLM2-135M, with 16 GB."""
     config = tiny(model=SMOLLM2, train={"batch_size": 4, "optimizer": "adamw"})
-    assert timing.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000), [1]) == 4
 
 
 class Clock:
