@@ -3,16 +3,20 @@
 Letters: N matrices, R rows, C columns.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gptmini.config.settings import TrainConfig
 from gptmini.errors import ConfigError
-from gptmini.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from gptmini.model.gpt import GPT
 
 Orthogonalize = Callable[[Tensor], Tensor]  # (N, R, C) -> (N, R, C)
 NUMBER = ":number"  # ends the name of a plain number among the tensors of a state
@@ -220,7 +224,7 @@ class Optimizer:
             self.optimizers.append(muon)
 
     @classmethod
-    def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> "Optimizer":
+    def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> Optimizer:
         """Take an optimizer of torch that has the parameters of a model.
 
         The rate of its first group becomes that of the schedule, and the others keep their ratio.

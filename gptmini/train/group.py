@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.machine import Compute, ReceivedSignals
     from gptmini.model.optim import Orthogonalize
-    from gptmini.plan.plan import Plan
+    from gptmini.plan.settle import Plan
     from gptmini.runs.directory import Checkpoint, RunDirectory
     from gptmini.runs.tensors import Tensors
 

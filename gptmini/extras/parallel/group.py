@@ -21,7 +21,7 @@ from gptmini.extras.parallel.replicas import ExactGradients, FastGradients, shar
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Orthogonalize
-from gptmini.plan.plan import Plan
+from gptmini.plan.settle import Plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.tensors import Tensors
 from gptmini.train.gradients import Gradients

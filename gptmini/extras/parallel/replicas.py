@@ -16,7 +16,6 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import warn
 from gptmini.errors import ConfigError
 from gptmini.extras.parallel.ranks import Ranks
-from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import Orthogonalize, orthogonalize
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.timing import Machine, choose_micro_batch_size
@@ -53,8 +52,7 @@ def shard_if_needed(config: Config, machine: Machine) -> Config:
     """
     count = count_parameters(config.model)
     world_size = machine.world_size
-    whole = estimate_training_bytes(count, machine.compute.device, world_size, sharded=False)
-    if world_size > 1 and whole > machine.get_total_memory():
+    if world_size > 1 and machine.get_free_memory(count, sharded=False) < 0:
         if config.train.reduce == "exact":
             raise ConfigError(
                 "train.reduce: exact needs whole models, which do not fit; use fast, and "

@@ -17,8 +17,7 @@ from gptmini.extras.plans.report import describe_memory, describe_training
 from gptmini.machine import Compute
 from gptmini.plan import cost
 from gptmini.plan.cost import Memory
-from gptmini.plan.plan import Plan
-from gptmini.plan.settle import make_plan
+from gptmini.plan.settle import Plan, make_plan
 
 MIN_SECONDS_PER_STEP = 0.01  # a thousand kernels take about as long to start
 

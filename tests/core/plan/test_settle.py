@@ -16,7 +16,6 @@ from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import DataError, MachineError
 from gptmini.plan import settle
-from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
@@ -24,7 +23,7 @@ from gptmini.plan.recipe import (
     count_epochs,
     measure_corpus,
 )
-from gptmini.plan.settle import make_plan
+from gptmini.plan.settle import Plan, make_plan
 from gptmini.runs.directory import RunDirectory
 from tests.core.plan.machines import GPU, FakeMachine
 from tests.support import tiny
