@@ -113,9 +113,7 @@ def join_group() -> Iterator[Group]:
     if not several or os.environ.get("WORLD_SIZE") == "1":
         yield SINGLE_PROCESS
         return
-    try:
+    with explain_missing_part("training on several processes"):
         from gptmini.extras.parallel import group as parallel  # noqa: PLC0415 - may be missing
-    except ModuleNotFoundError as error:
-        raise explain_missing_part("training on several processes", error) from None
     with parallel.join_ranks() as group:
         yield group
