@@ -7,17 +7,20 @@ from gptmini.errors import explain_missing_part
 
 def load_plots() -> ModuleType:
     """Load what draws pictures."""
-    try:
+    with explain_missing_part("pictures"):
         from gptmini.extras.plots import plots  # noqa: PLC0415 - may be missing
-    except ModuleNotFoundError as error:
-        raise explain_missing_part("pictures", error) from None
     return plots
+
+
+def load_replicas() -> ModuleType:
+    """Load what shares a batch among processes, and what one needs whose sums are exact."""
+    with explain_missing_part("several processes or exact sums"):
+        from gptmini.extras.parallel import replicas  # noqa: PLC0415 - may be missing
+    return replicas
 
 
 def load_pages() -> ModuleType:
     """Load what makes a page of a run."""
-    try:
+    with explain_missing_part("pages"):
         from gptmini.extras.page import export  # noqa: PLC0415 - may be missing
-    except ModuleNotFoundError as error:
-        raise explain_missing_part("pages", error) from None
     return export

@@ -4,6 +4,8 @@ A line reads `where: what is wrong; what to do`. Any other exception is a bug in
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 UNSUPPORTED = "not supported; leave it out"  # said of tools, and of fields unknown to us
 
@@ -78,12 +80,16 @@ def is_missing_part(error: ModuleNotFoundError) -> bool:
     return f"{error.name}".startswith("gptmini.extras")
 
 
-def explain_missing_part(feature: str, error: ModuleNotFoundError) -> Exception:
-    """Make the error for a part that `feature` needs, or return that of a missing package."""
-    if not is_missing_part(error):
-        return error
-    folder = f"{error.name}".replace(".", "/")
-    return MachineError(f"{feature}: {folder} is not in this copy; restore it")
+@contextmanager
+def explain_missing_part(feature: str) -> Iterator[None]:
+    """Raise MachineError for a part that is missing, and that `feature` needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not is_missing_part(error):
+            raise
+        folder = f"{error.name}".replace(".", "/")
+        raise MachineError(f"{feature}: {folder} is not in this copy; restore it") from None
 
 
 def shorten(value: object, length: int = 60) -> str:

@@ -281,18 +281,6 @@ def _get_peak_resident_memory() -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
-def estimate_training_bytes(
-    parameters: int, device: torch.device, world_size: int, sharded: bool
-) -> int:
-    """Estimate the bytes of weights, gradients and AdamW's two moments, all float32, on a device.
-
-    Processes have a GPU each, but share the memory of a CPU. Sharded, they hold one model together.
-    """
-    processes_on_device = world_size if device.type == "cpu" else 1
-    shards = world_size if sharded else 1
-    return 16 * parameters * processes_on_device // shards
-
-
 def keep_freed_memory() -> None:
     """Make glibc reuse large blocks instead of returning them to the system after every pass.
 
@@ -332,6 +320,11 @@ def find_compiler(*names: str) -> str | None:
             continue
         return path
     return None
+
+
+def has_compiler() -> bool:
+    """Return whether torch.compile finds a C++ compiler, which it needs on a CPU."""
+    return find_compiler("g++", "clang++", "cl") is not None
 
 
 def _has_apple_tools() -> bool:

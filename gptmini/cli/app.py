@@ -33,13 +33,7 @@ from gptmini.cli.score import score
 from gptmini.cli.settings import list_settings
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
-from gptmini.errors import (
-    GptminiError,
-    Stopped,
-    describe_os_error,
-    explain_missing_part,
-    is_missing_part,
-)
+from gptmini.errors import GptminiError, Stopped, describe_os_error, explain_missing_part
 from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
@@ -138,7 +132,8 @@ def main() -> None:
     try:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
         words = [word for word in sys.argv[1:] if word != "--debug"]
-        code = app(words, prog_name="gptmini", standalone_mode=False)
+        with explain_missing_part("this command"):
+            code = app(words, prog_name="gptmini", standalone_mode=False)
         sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
     except SystemExit as end:
         if not console.is_closed_pipe(end.__context__):  # typer turns one into a SystemExit
@@ -208,8 +203,6 @@ def _explain(error: Exception | Stopped) -> tuple[Sequence[str], int]:
 
 def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure that torch reports, or of one of our own."""
-    if isinstance(error, ModuleNotFoundError) and is_missing_part(error):
-        return [str(explain_missing_part("this command", error))], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
         return ["out of memory; lower train.micro_batch_size, --batch-size or the model's size"], 5
     varying = re.match(r"(\S+) does not have a deterministic implementation", str(error))

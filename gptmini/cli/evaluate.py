@@ -44,6 +44,7 @@ def evaluate(
     path = resolve_run(run)
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
+    from gptmini.train.evaluate import LearntRule
     from gptmini.train.evaluate_run import (
         evaluate_held_out,
         evaluate_run,
@@ -52,7 +53,7 @@ def evaluate(
         measure_compressors,
         measure_copied,
     )
-    from gptmini.train.rules import LearntRule, format_rules
+    from gptmini.train.rules import format_rules
 
     trained = load_run(path, pick_device(device).type, weights, rounds_model=True)
     window = trained.config.seq_len

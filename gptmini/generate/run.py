@@ -301,10 +301,8 @@ class Run:
         copy may begin in it. The first call reads the training text into memory. DataError if that
         is gone or has changed, and for a run that was not trained here.
         """
-        try:
+        with explain_missing_part("finding copies"):
             from gptmini.extras.sources import training_text  # noqa: PLC0415 - may be missing
-        except ModuleNotFoundError as error:
-            raise explain_missing_part("finding copies", error) from None
         return training_text.find_copies(self, text, prompt)
 
     def create_text(

@@ -3,16 +3,20 @@
 Letters: N matrices, R rows, C columns.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gptmini.config.settings import TrainConfig
 from gptmini.errors import ConfigError
-from gptmini.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from gptmini.model.gpt import GPT
 
 Orthogonalize = Callable[[Tensor], Tensor]  # (N, R, C) -> (N, R, C)
 NUMBER = ":number"  # ends the name of a plain number among the tensors of a state
@@ -59,15 +63,6 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     | 1.348   | 1.330               | 1.328          | 1.322  | 1.316            |
     """
     return _equalize_columns(iterate_newton_schulz(_equalize_columns(matrices)))
-
-
-def orthogonalize_one_by_one(matrices: Tensor) -> Tensor:
-    """Orthogonalize matrices (N, R, C), each with bits that do not depend on the others.
-
-    In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
-    a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
-    """
-    return torch.cat([orthogonalize(matrix) for matrix in matrices.contiguous().split(1)])
 
 
 def _equalize_columns(matrices: Tensor) -> Tensor:
@@ -229,7 +224,7 @@ class Optimizer:
             self.optimizers.append(muon)
 
     @classmethod
-    def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> "Optimizer":
+    def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> Optimizer:
         """Take an optimizer of torch that has the parameters of a model.
 
         The rate of its first group becomes that of the schedule, and the others keep their ratio.

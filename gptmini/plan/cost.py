@@ -12,8 +12,6 @@ from gptmini.config.settings import Config, ModelConfig
 if TYPE_CHECKING:
     from gptmini.machine import Compute
 
-# The best use of compute (Hoffmann et al. 2022).
-CHINCHILLA_TOKENS_PER_PARAMETER = 20
 # What the formula for activations leaves out, and what allocators keep of freed blocks.
 ACTIVATIONS_MARGIN = 1.25
 

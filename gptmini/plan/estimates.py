@@ -6,8 +6,6 @@ Those of a CPU were measured on one or two cores. Those of an accelerator are es
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 
 class CandidateModel(NamedTuple):
     """A model to choose.
@@ -84,7 +82,3 @@ ACCELERATOR_MODELS = (
 ACCELERATOR = Estimates(
     max_tokens_per_pass=None, few_epochs=ACCELERATOR_MODELS, many_epochs=ACCELERATOR_MODELS
 )
-
-
-def get_estimates(device: torch.device) -> Estimates:
-    return CPU if device.type == "cpu" else ACCELERATOR

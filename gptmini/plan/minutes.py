@@ -1,16 +1,19 @@
 """Choose sizes and steps for a given number of minutes, and adjust the steps during the run."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptmini.config.settings import Config, ModelConfig, TrainConfig
 from gptmini.console import format_count, format_duration, say, warn
-from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_step_flops
-from gptmini.plan.estimates import CandidateModel
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, reads_often
-from gptmini.plan.timing import Machine
+
+if TYPE_CHECKING:
+    from gptmini.plan.estimates import CandidateModel
+    from gptmini.plan.timing import Machine
 
 StepAndSeconds = tuple[int, float]  # a step, and the seconds that had elapsed then
 
@@ -271,10 +274,8 @@ def _assume_vocabulary(config: Config) -> Config:
 def _is_too_large(config: Config, machine: Machine) -> bool:
     """Return whether the weights and the optimizer of a model would not even fit."""
     count = count_parameters(_assume_vocabulary(config).model)
-    world_size = machine.world_size
-    sharded = config.train.shard or world_size > 1  # a model that does not fit whole is sharded
-    needed = estimate_training_bytes(count, machine.compute.device, world_size, sharded)
-    return needed > machine.get_total_memory()
+    # Several processes shard a model that does not fit whole.
+    return machine.get_free_memory(count, sharded=True) < 0
 
 
 def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:

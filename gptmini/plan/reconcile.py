@@ -13,8 +13,8 @@ from gptmini.config.load import SET_BY_MINUTES, format_value, iter_settings
 from gptmini.config.settings import Config
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
-from gptmini.plan.plan import Request
 from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Settings that may change when a run is resumed; any other change would make it another run.
 CHANGEABLE_SETTINGS = {
@@ -54,6 +54,36 @@ ADVICE = {
     "model.attention.n_kv_head": CONVERT_ADVICE,
     "model.attention.window": CONVERT_ADVICE,
 }
+
+
+@dataclass(frozen=True)
+class Request:
+    """The request, and what the resumed run or the base brings along.
+
+    stated: the configuration as it was requested.
+    config: the same with all that the run has chosen before, or that its base has.
+    existing: the configuration of the run, if it is resumed; `run` is its directory.
+    tokenizer: that of the run or of the base; None for a new run without a base.
+    threads: those of the run, if it is resumed and has a checkpoint.
+    """
+
+    stated: Config
+    config: Config
+    run: Path | None = None
+    existing: Config | None = None
+    tokenizer: Tokenizer | None = None
+    threads: int | None = None
+
+    @property
+    def steps_follow_minutes(self) -> bool:
+        """Whether the number of steps follows `train.minutes`, since none was requested."""
+        train = self.stated.train
+        return train.minutes is not None and "steps" not in train.model_fields_set
+
+    @property
+    def minutes(self) -> float | None:
+        """The minutes that choose sizes and steps: of a new run, as one that exists keeps its."""
+        return None if self.existing is not None else self.config.train.minutes
 
 
 def reconcile(requested: Config, run: RunDirectory | None, *, dry_run: bool = False) -> Request:

@@ -6,7 +6,7 @@ Afterwards only the number of steps may change, and only under `train.minutes`.
 """
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from gptmini.config.settings import Config
 from gptmini.console import say, warn
 from gptmini.data.corpus import TrainingText, encode_text, open_text
 from gptmini.data.token_file import Corpus
+from gptmini.doors import load_replicas
 from gptmini.errors import DataError
 from gptmini.machine import (
     can_choose_threads,
@@ -24,7 +25,6 @@ from gptmini.machine import (
 )
 from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.plan import Plan, Request
 from gptmini.plan.recipe import (
     TextSize,
     choose_dropout,
@@ -33,14 +33,8 @@ from gptmini.plan.recipe import (
     compute_useful_steps,
     measure_corpus,
 )
-from gptmini.plan.reconcile import reconcile
-from gptmini.plan.timing import (
-    Machine,
-    choose_micro_batch_size,
-    is_worth_compiling,
-    shard_if_needed,
-    split_batch,
-)
+from gptmini.plan.reconcile import Request, reconcile
+from gptmini.plan.timing import Machine, choose_micro_batch_size, is_worth_compiling
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import describe_changed_text
 
@@ -51,6 +45,20 @@ BYTES_PER_TOKEN = 2.7
 # Fine-tuning warms up for a quarter of few steps: AdamW moves every weight by the whole rate from
 # the first step on (scripts/LOG.md: Do a few steps from a base need a warm-up?).
 MAX_WARMUP_FROM_BASE = 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a run needs before its first step: a complete configuration, a text, a machine.
+
+    text_size: how long the text is, in rows of this configuration.
+    """
+
+    request: Request
+    config: Config
+    corpus: Corpus
+    text_size: TextSize
+    machine: Machine
 
 
 def make_plan(
@@ -85,7 +93,7 @@ def make_plan(
     with open_text(request.config.data) as text:
         request, machine, steps = choose_sizes_by_bytes(request, machine, text)
         corpus = prepare_tokens(request, text, steps)
-    return settle(request, corpus, machine, dry_run=dry_run)
+    return settle(request, corpus, machine, dry_run)
 
 
 # -- the text --------------------------------------------------------------------------------------
@@ -111,31 +119,32 @@ def choose_sizes_by_bytes(
     return replace(request, config=config), machine, steps
 
 
-def prepare_tokens(request: Request, text: TrainingText, steps: int | None = None) -> Corpus:
+def prepare_tokens(request: Request, text: TrainingText, steps: int | None) -> Corpus:
     """Prepare the text in tokens: those of the run, of the base, or of a tokenizer for the sizes.
 
     `steps` are those that training will make, where they are known. DataError for a text that
     cannot be used, or that is not the one which the run began with.
     """
     config = request.config if steps is None else request.config.with_train(steps=steps)
-    if _chooses_row_length(request):
-        config = minutes.shorten_rows(config)  # a text that is too short for others will do
     own = request.tokenizer
     # A run holds what it took from a base or a file, which may be gone.
     is_taken = config.base.run is not None or config.tokenizer.kind.endswith(".json")
-    corpus = encode_text(text, config, tokenizer=own if is_taken else None)
+    tokenizer = own if is_taken else None
+    corpus = encode_text(text, _shorten_open_rows(request, config), tokenizer=tokenizer)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
         raise DataError(describe_changed_text(config.data.path, request.run))
     return corpus
 
 
-def _chooses_row_length(request: Request) -> bool:
-    """Return whether the minutes choose how long rows are."""
+def _shorten_open_rows(request: Request, config: Config) -> Config:
+    """Cut rows to the shortest that the minutes may choose, if they choose how long rows are."""
     if request.minutes is None or request.stated.train.seq_len is not None:
-        return False
+        return config
     is_new_model = request.config.base.run is None
-    return not (is_new_model and "context_length" in request.stated.model.model_fields_set)
+    if is_new_model and "context_length" in request.stated.model.model_fields_set:
+        return config
+    return minutes.shorten_rows(config)
 
 
 def say_text(request: Request, corpus: Corpus) -> None:
@@ -164,13 +173,12 @@ def say_base(config: Config, corpus: Corpus) -> None:
 # -- the five steps --------------------------------------------------------------------------------
 
 
-def settle(request: Request, corpus: Corpus, machine: Machine, *, dry_run: bool = False) -> Plan:
+def settle(request: Request, corpus: Corpus, machine: Machine, dry_run: bool) -> Plan:
     """Settle what is open, from the text and the machine; raises as `make_plan` does."""
     config = request.config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     say_text(request, corpus)
-    shortened = minutes.shorten_rows(config) if _chooses_row_length(request) else config
-    plan = Plan(request, config, corpus, measure_corpus(shortened, corpus), machine)
-    plan = settle_sizes(plan)
+    config, machine = settle_sizes(request, config, corpus, machine)
+    plan = Plan(request, config, corpus, measure_corpus(config, corpus), machine)
     plan = settle_steps(plan)
     plan = settle_recipe(plan)
     plan = settle_micro_batch(plan, dry_run)
@@ -181,32 +189,31 @@ def settle(request: Request, corpus: Corpus, machine: Machine, *, dry_run: bool 
     return plan
 
 
-def settle_sizes(plan: Plan) -> Plan:
-    """Choose the sizes that are still open if minutes are given; for fine-tuning only the batch."""
-    request = plan.request
+def settle_sizes(
+    request: Request, config: Config, corpus: Corpus, machine: Machine
+) -> tuple[Config, Machine]:
+    """Choose the sizes that are still open if minutes are given; for fine-tuning only the batch.
+
+    Also returns the machine, measured.
+    """
     if request.minutes is None:
-        return plan
-    config = plan.config
-    machine = plan.machine
+        return config, machine
+    stated = request.stated.train
+    text = measure_corpus(_shorten_open_rows(request, config), corpus)
     if config.base.run is not None:
         machine.check_memory(count_parameters(config.model))
         machine = machine.measure(config)
         seconds = machine.get_seconds_left(request.minutes)
-        files = plan.corpus.training + plan.corpus.validation
-        longest_row = min(map(len, files)) - 1
-        stated = request.stated.train
-        config = minutes.choose_batch(config, stated, seconds, machine, longest_row)
-        text_size = measure_corpus(config, plan.corpus)  # in rows that may be shorter now
-        return replace(plan, config=config, text_size=text_size, machine=machine)
+        longest_row = int(text.shortest) - 1
+        return minutes.choose_batch(config, stated, seconds, machine, longest_row), machine
     if minutes.states_all_sizes(config):
         machine = machine.measure(config)
     else:
         seconds = machine.get_seconds_left(request.minutes)
-        config, machine, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
-    if _chooses_row_length(request) and config.seq_len >= plan.text_size.shortest:
-        config = minutes.shorten_context(config, request.stated.train)
-    text_size = measure_corpus(config, plan.corpus)
-    return replace(plan, config=config, text_size=text_size, machine=machine)
+        config, machine, _ = minutes.choose_sizes(config, seconds, machine, text)
+    if config.seq_len >= text.shortest:
+        config = minutes.shorten_context(config, stated)
+    return config, machine
 
 
 def settle_steps(plan: Plan) -> Plan:
@@ -249,15 +256,17 @@ def settle_recipe(plan: Plan) -> Plan:
 
 
 def settle_micro_batch(plan: Plan, dry_run: bool) -> Plan:
-    """Choose how processes share a batch, and as many rows per forward pass as fit."""
+    """Choose as many rows per forward pass as fit, and how several processes share a batch."""
     machine = plan.machine
-    is_reduce_open = plan.config.train.reduce == "auto"
-    is_size_stated = plan.request.stated.train.micro_batch_size is not None
-    config = split_batch(plan.config, machine.world_size, is_size_stated)
+    if machine.world_size > 1 or plan.config.train.reduce == "exact":
+        share = load_replicas().share_batch
+        config = share(plan.config, plan.request.stated.train, machine, dry_run)
+        return replace(plan, config=config)
+    config = plan.config.with_train(reduce="fast")
     if not dry_run:
-        config = shard_if_needed(config, machine, is_reduce_open)
+        machine.check_memory(count_parameters(config.model))
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=choose_micro_batch_size(config, machine))
+        config = config.with_train(micro_batch_size=choose_micro_batch_size(config, machine, [1]))
     return replace(plan, config=config)
 
 

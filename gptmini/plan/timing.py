@@ -1,4 +1,4 @@
-"""Find what suits the machine: threads, rows per forward pass, shards, and torch.compile.
+"""Find what suits the machine: threads, rows per forward pass, and torch.compile.
 
 A `Machine` predicts the time of a step by arithmetic, and a step of a model that is thrown away
 says how far off that is, so measuring never touches the run.
@@ -9,27 +9,18 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.console import say, show_elapsed, warn
-from gptmini.errors import ConfigError, MachineError
-from gptmini.machine import (
-    Compute,
-    can_choose_threads,
-    estimate_training_bytes,
-    find_compiler,
-    get_total_memory,
-)
+from gptmini.console import say, show_elapsed
+from gptmini.errors import MachineError
+from gptmini.machine import Compute, can_choose_threads, get_total_memory, has_compiler
 from gptmini.model.gpt import GPT
-from gptmini.model.kernels import softmax_
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import Memory, count_parameters, count_step_flops, estimate_memory
-from gptmini.plan.estimates import Estimates, get_estimates
+from gptmini.plan.estimates import ACCELERATOR, CPU, Estimates
 
-MAX_EXACT_WORLD_SIZE = 8  # up to which train.reduce=auto is exact
 # Of the speed of a matrix product, what training reaches: norms and attention are no products.
 SHARE_OF_PRODUCT_SPEED = 0.5
 PRODUCT_SECONDS = 0.1  # for measuring that speed
@@ -62,7 +53,7 @@ class Machine:
 
     @property
     def estimates(self) -> Estimates:
-        return get_estimates(self.compute.device)
+        return CPU if self.compute.device.type == "cpu" else ACCELERATOR
 
     def get_seconds_left(self, minutes: float) -> float:
         return 60 * minutes - (time.perf_counter() - self.started)
@@ -83,8 +74,16 @@ class Machine:
         return (self.slowness or 1.0) * self.predict_step(config.with_train(batch_size=rows))
 
     def predict_step(self, config: Config) -> float:
-        """Predict the seconds of a step in which one process makes all passes."""
-        return predict_seconds_per_step(config, self.compute)
+        """Predict the seconds of a step in which one process makes all passes.
+
+        They follow from the speed of one matrix product. It is one of the MLP's, so that a small
+        model is not expected to compute like a large one.
+        """
+        train = config.train
+        tokens = (train.micro_batch_size or train.batch_size) * config.seq_len
+        model = config.model
+        product = measure_product_speed(model.d_model, model.d_ff, tokens, self.compute)
+        return sum(count_step_flops(config)) / (SHARE_OF_PRODUCT_SPEED * product)
 
     def measure(self, config: Config) -> "Machine":
         """Return this machine with its number of threads, and how slow a step of a model is.
@@ -157,134 +156,31 @@ class Machine:
         share = PROBE_SECONDS / self.predict_step(config)
         tokens = max(MIN_PROBE_TOKENS, int(share * train.batch_size * config.seq_len))
         length = min(config.seq_len, tokens)
-        size = train.micro_batch_size or choose_micro_batch_size(config, self)
+        sizes = [self.world_size]
+        size = train.micro_batch_size or choose_micro_batch_size(config, self, sizes)
         rows = min(size, tokens // length)
         return config.with_train(batch_size=rows, micro_batch_size=None, seq_len=length)
 
+    def get_free_memory(self, parameters: int, sharded: bool) -> int:
+        """Get the bytes that weights, gradients and AdamW's two moments leave; negative: too few.
+
+        All are in float32. Processes have a GPU each, but share the memory of a CPU; sharded, they
+        hold one model together.
+        """
+        processes_on_device = self.world_size if self.compute.device.type == "cpu" else 1
+        shards = self.world_size if sharded else 1
+        return self.get_total_memory() - 16 * parameters * processes_on_device // shards
+
     def check_memory(self, parameters: int, sharded: bool = False) -> None:
         """MachineError if what training holds at least, besides activations, cannot fit."""
-        device = self.compute.device
-        needed = estimate_training_bytes(parameters, device, self.world_size, sharded)
-        total = self.get_total_memory()
-        if total < needed:
+        free = self.get_free_memory(parameters, sharded)
+        if free < 0:
+            total = self.get_total_memory()
             raise MachineError(
-                f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} "
-                f"has {total:,}; lower model.d_model, model.n_layer or the vocabulary"
+                f"model: training {parameters:,} parameters needs {total - free:,} bytes, "
+                f"{self.compute.device.type} has {total:,}; lower model.d_model, model.n_layer or "
+                f"the vocabulary"
             )
-
-
-# -- rows per forward pass -------------------------------------------------------------------------
-
-
-def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) -> Config:
-    """Check that processes can share every batch equally, and choose how they add gradients.
-
-    They add them exactly where that costs little and every process has the whole model. A
-    micro-batch that does not divide a process's rows is chosen again unless it was stated. Raises
-    ConfigError for what does not divide, and for exact sums of shards.
-    """
-    train = config.train
-    rows, rest = divmod(train.batch_size, world_size)
-    if rest:
-        nearest = [count * world_size for count in (rows, rows + 1) if count > 0]
-        raise ConfigError(
-            f"train.batch_size: {train.batch_size} rows do not divide among {world_size} "
-            f"processes; use {' or '.join(map(str, nearest))}"
-        )
-    size = train.micro_batch_size
-    if size is not None and rows % size:
-        problem = f"{size} does not divide the {rows} rows of each of {world_size} processes"
-        if is_micro_batch_stated:
-            raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
-        warn(f"train.micro_batch_size: {problem}; choosing another")
-        config = config.with_train(micro_batch_size=None)
-    is_power_of_two = world_size & (world_size - 1) == 0
-    if train.reduce == "exact" and not is_power_of_two:
-        raise ConfigError(
-            f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {world_size}; use fast"
-        )
-    is_sharded = train.shard and world_size > 1
-    if train.reduce == "exact" and is_sharded:
-        raise ConfigError("train.reduce: exact needs whole models, not train.shard; use fast")
-    if train.reduce == "auto":
-        few = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
-        is_exact = few and not is_sharded
-        config = config.with_train(reduce="exact" if is_exact else "fast")
-    return config
-
-
-def choose_micro_batch_size(config: Config, machine: Machine) -> int:
-    """Choose the largest divisor of a process's rows that fits half the memory and a CPU's caches.
-
-    With `train.reduce: exact` the same number is chosen for 1 to 8 processes: it divides the rows
-    of each, and fits on all numbers of processes on which the model does.
-    """
-    world_sizes = list_equivalent_world_sizes(config, machine.world_size)
-    shared_rows = config.train.batch_size // max(world_sizes)
-    rows = shared_rows
-    most_tokens = machine.estimates.max_tokens_per_pass
-    if most_tokens is not None:
-        rows = min(rows, max(1, most_tokens // config.seq_len))
-    count = count_parameters(config.model)
-    total = machine.get_total_memory()
-    device = machine.compute.device
-    left = [
-        total - estimate_training_bytes(count, device, size, config.train.shard)
-        for size in world_sizes
-    ]
-    free = min((size for size in left if size > 0), default=0)
-
-    def fits(size: int) -> bool:
-        passing = machine.estimate_memory(config.with_train(micro_batch_size=size))
-        return passing.activations <= free // 2
-
-    sizes = [size for size in range(2, rows + 1) if shared_rows % size == 0]
-    return max(filter(fits, sizes), default=1)
-
-
-def list_equivalent_world_sizes(config: Config, world_size: int) -> list[int]:
-    """List the numbers of processes that must make the same bits as `world_size` of them."""
-    if config.train.reduce != "exact":
-        return [world_size]
-    powers = [2**k for k in range(MAX_EXACT_WORLD_SIZE.bit_length())]  # 1, 2, 4, 8
-    divisors = [size for size in powers if config.train.batch_size % size == 0]
-    return sorted({world_size, *divisors})
-
-
-def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> Config:
-    """Shard a model that does not fit whole; raises MachineError if it does not fit at all.
-
-    ConfigError if gradients are to be added exactly, for which every process needs it whole.
-    """
-    count = count_parameters(config.model)
-    world_size = machine.world_size
-    whole = estimate_training_bytes(count, machine.compute.device, world_size, sharded=False)
-    if world_size > 1 and whole > machine.get_total_memory():
-        if config.train.reduce == "exact" and not is_reduce_open:
-            raise ConfigError(
-                "train.reduce: exact needs whole models, which do not fit; use fast, and "
-                "train.shard: true"
-            )
-        config = config.with_train(shard=True, reduce="fast")
-    if world_size > 1 and config.train.shard and config.train.compile == "auto":
-        config = config.with_train(compile="off")
-    machine.check_memory(count, config.train.shard)
-    return config
-
-
-# -- the time of a step ----------------------------------------------------------------------------
-
-
-def predict_seconds_per_step(config: Config, compute: Compute) -> float:
-    """Predict the time of a step without torch.compile, by the speed of one matrix product.
-
-    The product is one of the MLP's, so that a small model is not expected to compute like a large
-    one.
-    """
-    train = config.train
-    tokens = (train.micro_batch_size or train.batch_size) * config.seq_len
-    product = measure_product_speed(config.model.d_model, config.model.d_ff, tokens, compute)
-    return sum(count_step_flops(config)) / (SHARE_OF_PRODUCT_SPEED * product)
 
 
 @functools.cache
@@ -303,43 +199,28 @@ def measure_product_speed(D: int, F: int, rows: int, compute: Compute) -> float:
     return 2 * rows * D * F / fastest
 
 
-# -- torch.compile ---------------------------------------------------------------------------------
+def choose_micro_batch_size(config: Config, machine: Machine, world_sizes: list[int]) -> int:
+    """Choose the largest divisor of a process's rows that fits half the memory and a CPU's caches.
 
-
-def compile_blocks(model: GPT) -> None:
-    """Compile the blocks; one kernel serves them all, so depth adds no time to compile.
-
-    On an accelerator the loss is compiled as well. The embedding is not: its backward pass would
-    add in an order that changes from run to run. Raises MachineError if a CPU has no C++ compiler
-    to call.
+    It divides the rows of each process on each of these numbers of them, and fits where the model
+    does.
     """
-    if model.device.type == "cpu" and not has_compiler():
-        raise MachineError("train.compile: no C++ compiler found; use auto or off")
-    options = _choose_compiler_options(model.device)
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False, options=options)
-    model.softmax = torch.compile(model.softmax, dynamic=False, options=options)
+    shared_rows = config.train.batch_size // max(world_sizes)
+    rows = shared_rows
+    most_tokens = machine.estimates.max_tokens_per_pass
+    if most_tokens is not None:
+        rows = min(rows, max(1, most_tokens // config.seq_len))
+    count = count_parameters(config.model)
+    machines = [replace(machine, world_size=size) for size in world_sizes]
+    left = [each.get_free_memory(count, config.train.shard) for each in machines]
+    free = min((size for size in left if size > 0), default=0)
 
+    def fits(size: int) -> bool:
+        passing = machine.estimate_memory(config.with_train(micro_batch_size=size))
+        return passing.activations <= free // 2
 
-def undo_compiling(model: GPT) -> None:
-    """Make the blocks and the loss again what `compile_blocks` found."""
-    for block in model.blocks:
-        del block.forward
-    model.softmax = softmax_
-
-
-def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:
-    """Keep g++ from removing stores that are needed, as versions 11 and 12 do with AVX512.
-
-    Gradients of keys, in bfloat16 with RoPE and heads of 64, were NaN (scripts/LOG.md: Which kernel
-    left NaN in compiled gradients, and why?). torch has no option for flags of the compiler; this
-    one is appended to that of another.
-    """
-    from torch._inductor.cpp_builder import is_gcc  # noqa: PLC0415 - slow
-
-    if device.type != "cpu" or not is_gcc():
-        return None
-    return {"cpp.enable_floating_point_contract_flag": "off -fno-dse"}
+    sizes = [size for size in range(2, rows + 1) if shared_rows % size == 0]
+    return max(filter(fits, sizes), default=1)
 
 
 def is_worth_compiling(config: Config, seconds: float, machine: Machine) -> bool:
@@ -349,7 +230,3 @@ def is_worth_compiling(config: Config, seconds: float, machine: Machine) -> bool
     if machine.compute.device.type != "cpu":
         return machine.compute.device.type == "cuda"
     return seconds > MIN_SECONDS_TO_COMPILE and machine.has_compiler()
-
-
-def has_compiler() -> bool:
-    return find_compiler("g++", "clang++", "cl") is not None

@@ -5,7 +5,8 @@ loop), step.py (one update), batches.py (which windows of the text a step reads)
 loss on held-out text; validate.py calls it) and checkpoint.py (a run created, resumed, saved). What
 the user sees goes through reporter.py.
 
-gradients.py adds those of a step, and group.py has what several processes do otherwise: skip both
-at first. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with fewer KV
-heads or a window, and evaluate_run.py measures a trained one.
+gradients.py adds those of a step, group.py has what several processes do otherwise, and
+cuda_graph.py repeats passes on a GPU: skip them at first. api.py is `gptmini.fit`, all of it in a
+function; convert.py starts a run with fewer KV heads or a window, and evaluate_run.py measures a
+trained one.
 """

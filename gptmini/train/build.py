@@ -1,27 +1,32 @@
 """Builds a run at step 0: model, optimizer and batches."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gptmini import machine
 from gptmini.console import show_elapsed
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, MachineError
 from gptmini.generate.own_model import build_own_model, check_cache
 from gptmini.generate.sequence import build_token_bias
+from gptmini.model.compile import compile_blocks
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
-from gptmini.plan.cuda_graph import create_loss
-from gptmini.plan.plan import Plan
-from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, CustomBatches
+from gptmini.train.cuda_graph import RecordedLoss
 from gptmini.train.group import SINGLE_PROCESS, Group
 from gptmini.train.seeds import seed_from
 from gptmini.train.state import FIRST_LOSS_SCALE, CustomParts, Training
+
+if TYPE_CHECKING:
+    from gptmini.plan.settle import Plan
 
 
 @show_elapsed("building the model")
@@ -57,7 +62,7 @@ def build_training(
         group=group,
         own=own,
         model=model,
-        compute_loss=_choose_loss(model, compute.device, own, group),
+        compute_loss=choose_loss(model, compute.device, own, group),
         optimizer=optimizer,
         batches=_open_batches(plan, own, rows),
         # A block of the step's micro-batches for each rank: a subtree of exact sums.
@@ -78,19 +83,25 @@ def _build_model(plan: Plan, own: CustomParts, group: Group) -> GPT:
         check_cache(model)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.train.compile == "on":
+        if compute.device.type == "cpu" and not machine.has_compiler():
+            raise MachineError("train.compile: no C++ compiler found; use auto or off")
         compile_blocks(model)
     return model
 
 
-def _choose_loss(
+def choose_loss(
     model: GPT, device: torch.device, own: CustomParts, group: Group
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Choose what computes the mean loss () of targets (B, T)."""
+    """Choose what computes the mean loss () of targets (B, T): on CUDA, a recording of the model.
+
+    A model of your own may do something else in each pass, and gradient checkpointing restores
+    random states, which no recording can.
+    """
     if own.loss is not None:
         return partial(own.loss, model)
-    # A model of your own may do something else in each pass.
-    is_same_each_time = own.model is None and group.world_size == 1
-    return create_loss(model, device) if is_same_each_time else model
+    is_same_each_time = own.model is None and not model.gradient_checkpointing
+    is_recorded = device.type == "cuda" and group.world_size == 1 and is_same_each_time
+    return RecordedLoss(model) if is_recorded else model
 
 
 def _build_optimizer(model: GPT, plan: Plan, own: CustomParts, group: Group) -> Optimizer:

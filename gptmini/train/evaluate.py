@@ -18,7 +18,6 @@ from gptmini.model.gpt import GPT
 from gptmini.model.losses import compute_token_losses
 from gptmini.train.batches import IGNORE_INDEX
 from gptmini.train.group import SINGLE_PROCESS, Group
-from gptmini.train.rules import LearntRule
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 # How many blocks of text are taken as independent, and what Student's |t| of their mean exceeds in
@@ -26,6 +25,20 @@ FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 # (scripts/LOG.md: How many blocks does the ± of an evaluation need?).
 BLOCKS = ((16, 2.131), (8, 2.365), (4, 3.182))
 WINDOWS_PER_BLOCK = 5
+
+
+@dataclass(frozen=True)
+class LearntRule:
+    """How many places of a rule are right: a share, ± `half_width` (95 %), of `places`.
+
+    `chance` is the share for a guess among the words that could stand there.
+    """
+
+    rule: str
+    right: float
+    half_width: float
+    places: int
+    chance: float
 
 
 @dataclass(frozen=True)

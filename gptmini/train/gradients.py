@@ -1,4 +1,4 @@
-"""Adds the gradients of a step's micro-batches, by autograd or in one tree, and clips them."""
+"""Adds the gradients of a step's micro-batches, and clips them."""
 
 from collections.abc import Iterable
 
@@ -30,48 +30,3 @@ class Gradients:
     def clip(self, limit: float) -> Tensor:
         """Scale gradients with a larger total norm down to it; returns the norm they had, ()."""
         return nn.utils.clip_grad_norm_(self.parameters, limit)
-
-
-class ExactGradients(Gradients):
-    """A binary tree over the step's n micro-batches, whose bits hang on nothing else.
-
-    A tree over n leaves is the sum of two trees over n / 2 each; an odd number of leaves is added
-    from left to right, as autograd does. Floating-point sums depend on their order, so the order
-    must not depend on how many processes share the work: each takes a subtree.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], n: int) -> None:
-        super().__init__(parameters)
-        self.run_length = n // (n & -n)  # the odd part of n: micro-batches that autograd adds
-        self.micro_batches_done = 0
-        self.sums: list[list[Tensor]] = []  # of finished subtrees, from large to small
-
-    def after_backward(self) -> None:
-        self.micro_batches_done += 1
-        groups, rest = divmod(self.micro_batches_done, self.run_length)
-        if rest:
-            return
-        tree = []
-        for parameter in self.parameters:
-            # A model of your own may leave one unused.
-            gradient = parameter.grad
-            tree.append(torch.zeros_like(parameter) if gradient is None else gradient)
-            parameter.grad = None
-        # As in binary counting: each carry joins two subtrees of one size.
-        while groups % 2 == 0:
-            left = self.sums.pop()
-            torch._foreach_add_(left, tree)
-            tree = left
-            groups //= 2
-        self.sums.append(tree)
-
-    def finish(self) -> None:
-        (tree,) = self.sums  # n is the odd part times a power of two, so one tree is left
-        self.sums = []
-        self.micro_batches_done = 0
-        for parameter, gradient in zip(self.parameters, self.reduce(tree), strict=True):
-            parameter.grad = gradient
-
-    def reduce(self, tree: list[Tensor]) -> list[Tensor]:
-        """Return the sums over all processes."""
-        return tree

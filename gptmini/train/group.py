@@ -10,10 +10,11 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from gptmini.doors import load_replicas
 from gptmini.errors import explain_missing_part
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import orthogonalize, orthogonalize_one_by_one
-from gptmini.train.gradients import ExactGradients, Gradients
+from gptmini.model.optim import orthogonalize
+from gptmini.train.gradients import Gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.machine import Compute, ReceivedSignals
     from gptmini.model.optim import Orthogonalize
-    from gptmini.plan.plan import Plan
+    from gptmini.plan.settle import Plan
     from gptmini.runs.directory import Checkpoint, RunDirectory
     from gptmini.runs.tensors import Tensors
 
@@ -74,12 +75,14 @@ class Group:
 
     def choose_orthogonalize(self, reduce: str) -> Orthogonalize:
         """Return how Muon orthogonalizes the matrices of one shape."""
-        return orthogonalize_one_by_one if reduce == "exact" else orthogonalize
+        if reduce == "exact":
+            return load_replicas().orthogonalize_one_by_one
+        return orthogonalize
 
     def create_gradients(self, model: GPT, reduce: str, n: int) -> Gradients:
         """Return the way of adding gradients for n micro-batches of each rank."""
         if reduce == "exact":
-            return ExactGradients(model.parameters(), n)
+            return load_replicas().ExactGradients(model.parameters(), n, self)
         return Gradients(model.parameters())
 
     # -- checkpoints, which rank 0 reads and writes ------------------------------------------------
@@ -110,9 +113,7 @@ def join_group() -> Iterator[Group]:
     if not several or os.environ.get("WORLD_SIZE") == "1":
         yield SINGLE_PROCESS
         return
-    try:
+    with explain_missing_part("training on several processes"):
         from gptmini.extras.parallel import group as parallel  # noqa: PLC0415 - may be missing
-    except ModuleNotFoundError as error:
-        raise explain_missing_part("training on several processes", error) from None
     with parallel.join_ranks() as group:
         yield group

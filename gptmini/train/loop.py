@@ -8,13 +8,14 @@ Several processes train one model in step: `group` is where they meet. In a sing
 its methods returns what it is given, or calls it.
 """
 
+from __future__ import annotations
+
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptmini.errors import Stopped
 from gptmini.machine import ReceivedSignals, catch_signals
-from gptmini.plan.plan import Plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.build import build_training
 from gptmini.train.checkpoint import check_space, create_or_resume, save_checkpoint
@@ -24,6 +25,9 @@ from gptmini.train.reporter import Reporter, describe_stopped, explain_divergenc
 from gptmini.train.state import CustomParts, Training
 from gptmini.train.step import train_step
 from gptmini.train.validate import evaluate_validation
+
+if TYPE_CHECKING:
+    from gptmini.plan.settle import Plan
 
 
 def train(

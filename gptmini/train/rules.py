@@ -8,7 +8,6 @@ Letters: B stories at once, T positions, V vocabulary.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -17,24 +16,11 @@ import torch
 from gptmini.data.stories import RULES, SEED, Story, iter_stories
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.train.evaluate import LearntRule
 
 N_STORIES = 300
 STORIES_AT_ONCE = 16
 UNSEEN_SEED = SEED + 1
-
-
-@dataclass(frozen=True)
-class LearntRule:
-    """How many places of a rule are right: a share, ± `half_width` (95 %), of `places`.
-
-    `chance` is the share for a guess among the words that could stand there.
-    """
-
-    rule: str
-    right: float
-    half_width: float
-    places: int
-    chance: float
 
 
 @torch.inference_mode()

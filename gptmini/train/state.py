@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.machine import Compute
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer
-    from gptmini.plan.plan import Plan
+    from gptmini.plan.settle import Plan
     from gptmini.runs.directory import RunDirectory
     from gptmini.runs.progress import Progress
     from gptmini.train.batches import Batches

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptmini.console import say, show_elapsed
 from gptmini.errors import DivergedError, GptminiError
+from gptmini.model.compile import undo_compiling
 from gptmini.train.seeds import seed_from
 from gptmini.train.state import Training
 
@@ -63,8 +64,6 @@ def _try_compiled(training: Training, tokens: Tensor, targets: Tensor) -> tuple[
     Takes and returns what `_compute_gradients` does. Of several processes, one that fails ends all:
     the others may wait for its gradients.
     """
-    from gptmini.plan.timing import undo_compiling  # noqa: PLC0415 - an update needs no planning
-
     training.has_compiled = True
     try:
         loss, norm = _compute_gradients(training, tokens, targets)

@@ -32,11 +32,12 @@ from bench.results import SHAKESPEARE, Extent, Table, check_text
 from gptmini.config.load import find_config_file, load_config
 from gptmini.config.settings import Config
 from gptmini.machine import Compute, keep_freed_memory, multiplies_bfloat16, pick_compute
+from gptmini.model.compile import compile_blocks
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_training_flops
-from gptmini.plan.cuda_graph import create_loss
-from gptmini.plan.timing import Machine, choose_micro_batch_size, compile_blocks
+from gptmini.plan.timing import Machine, choose_micro_batch_size
+from gptmini.train.cuda_graph import RecordedLoss
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
 LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256
@@ -260,11 +261,11 @@ def measure_configuration(
 
 def time_step(config: Config, compute: Compute, compiled: bool) -> float:
     """Seconds of the faster of two steps of a new model on dummy tokens; the first allocates."""
-    size = choose_micro_batch_size(config, Machine(compute))
+    size = choose_micro_batch_size(config, Machine(compute), [1])
     model = GPT(config.model).to(compute.device).train()
     if compiled:
         compile_blocks(model)
-    compute_loss = create_loss(model, compute.device)
+    compute_loss = RecordedLoss(model) if compute.device.type == "cuda" else model
     optimizer = Optimizer(model, config.train, compute.dtype)
     tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
     seconds = []

@@ -48,6 +48,7 @@ PARTS = [
 LOADERS = {
     ("doors", "load_pages", "extras.page"),
     ("doors", "load_plots", "extras.plots"),
+    ("doors", "load_replicas", "extras.parallel"),
     ("generate.engine", "open_engine", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
     ("tokenizer.load", "_adopt_file", "extras.interop"),
@@ -213,7 +214,10 @@ def test_the_model_knows_only_its_settings_and_its_errors():
         if folder_of(name) == "model":
             others = {file for file in imported_files(name) if folder_of(file) != "model"}
             assert others <= {"config.settings", "errors"}, name
-            libraries = {dotted.split(".")[0] for dotted in imports(name)} - {"gptmini"}
+            libraries = {dotted.split(".")[0] for dotted in imports(name)} - {
+                "gptmini",
+                "__future__",
+            }
             assert libraries <= {"torch", "math", "copy", "typing", "contextlib", "collections"}
 
 

@@ -21,13 +21,13 @@ from gptmini.generate.run import load_run
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import pick_compute
 from gptmini.model.attention import attend, make_mask
+from gptmini.model.compile import compile_blocks
 from gptmini.model.gpt import GPT
-from gptmini.plan.cuda_graph import create_loss
-from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
 from gptmini.train import loop
 from gptmini.train.api import fit
+from gptmini.train.cuda_graph import RecordedLoss
 
 DEVICE = os.environ.get("GPTMINI_TEST_DEVICE", "cuda")
 # Before the first test uses CUDA: gptmini does so only where it chooses the device itself.
@@ -161,7 +161,7 @@ def test_recorded_passes_have_the_bits_of_plain_ones(style, compiled, waits, cap
         model = made(dropout=0.1, **STYLES[style]).to(DEVICE).train()
         if compiled:
             compile_blocks(model)
-        compute_loss = create_loss(model, model.device) if is_recorded else model
+        compute_loss = RecordedLoss(model) if is_recorded else model
         if waits:
             whole = model.compute_loss
             model.compute_loss = lambda x, y, whole=whole: (x.sum().item(), whole(x, y))[1]

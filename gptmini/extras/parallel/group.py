@@ -15,13 +15,13 @@ import torch.distributed as dist
 from gptmini import console
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, DivergedError, GptminiError, RankError, Stopped, shorten
-from gptmini.extras.parallel.gradients import ExactSums, FastGradients, share_orthogonalize
 from gptmini.extras.parallel.planning import plan_on_all_ranks
 from gptmini.extras.parallel.ranks import Ranks
+from gptmini.extras.parallel.replicas import ExactGradients, FastGradients, share_orthogonalize
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Orthogonalize
-from gptmini.plan.plan import Plan
+from gptmini.plan.settle import Plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.tensors import Tensors
 from gptmini.train.gradients import Gradients
@@ -71,7 +71,7 @@ class ParallelGroup(Ranks):
         if self.shards is not None:
             return self.shards.create_gradients(model)
         if reduce == "exact":
-            return ExactSums(model.parameters(), n, self)
+            return ExactGradients(model.parameters(), n, self)
         return FastGradients(model.parameters(), n)
 
     # -- checkpoints -------------------------------------------------------------------------------

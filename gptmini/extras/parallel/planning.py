@@ -17,8 +17,7 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import ConfigError
 from gptmini.extras.parallel.ranks import Ranks
 from gptmini.machine import Compute
-from gptmini.plan.plan import Plan
-from gptmini.plan.settle import make_plan
+from gptmini.plan.settle import Plan, make_plan
 from gptmini.plan.timing import Machine
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.tokenizers import Tokenizer

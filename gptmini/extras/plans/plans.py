@@ -11,14 +11,13 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes
+from gptmini.doors import load_replicas
 from gptmini.errors import ConfigError
 from gptmini.extras.plans.report import describe_memory, describe_training
 from gptmini.machine import Compute
 from gptmini.plan import cost
 from gptmini.plan.cost import Memory
-from gptmini.plan.plan import Plan
-from gptmini.plan.settle import make_plan
-from gptmini.plan.timing import list_equivalent_world_sizes, split_batch
+from gptmini.plan.settle import Plan, make_plan
 
 MIN_SECONDS_PER_STEP = 0.01  # a thousand kernels take about as long to start
 
@@ -106,12 +105,13 @@ def plan_rank(
     ConfigError if the ranks cannot share the batch equally.
     """
     config = config.with_train(shard=shard)
-    config = split_batch(config, world_size, is_micro_batch_stated=not choose_micro_batch)
+    replicas = load_replicas()
+    config = replicas.split_batch(config, world_size, is_micro_batch_stated=not choose_micro_batch)
     train = config.train
     rows = train.batch_size // world_size
     shards = world_size if shard else 1
     if choose_micro_batch:
-        most = train.batch_size // max(list_equivalent_world_sizes(config, world_size))
+        most = train.batch_size // max(replicas.list_equivalent_world_sizes(config, world_size))
         candidates = [_with_rows(config, rows, n) for n in range(1, most + 1) if most % n == 0]
         capacity = accelerator.gigabytes * 1e9
         fitting = [each for each in candidates if compute_memory(each, shards).peak <= capacity]

@@ -14,11 +14,12 @@ from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_bytes, format_count, format_duration, format_table
 from gptmini.plan import cost
 from gptmini.plan.minutes import count_evaluation_in_steps
-from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
-from gptmini.plan.settle import make_plan
+from gptmini.plan.settle import Plan, make_plan
 from gptmini.plan.timing import Machine, is_worth_compiling
 
+# The best use of compute (Hoffmann et al. 2022).
+CHINCHILLA_TOKENS_PER_PARAMETER = 20
 INDENT = " " * 12
 
 
@@ -38,7 +39,7 @@ def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
     training_flops = cost.count_training_flops(model, config.seq_len, train.gradient_checkpointing)
     tokens: dict[str, float] = {
         "seen": train.steps * train.batch_size * config.seq_len,
-        "compute_optimal": cost.CHINCHILLA_TOKENS_PER_PARAMETER * count,
+        "compute_optimal": CHINCHILLA_TOKENS_PER_PARAMETER * count,
     }
     if plan is not None:
         tokens |= {

@@ -372,4 +372,6 @@ def test_without_the_folder_that_finds_copies_a_line_says_so(run: Run, monkeypat
     with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
         run.find_copies("the ")
     other = ModuleNotFoundError(name="numpy")  # which the folder needs
-    assert explain_missing_part("finding copies", other) is other
+    with pytest.raises(ModuleNotFoundError) as raised, explain_missing_part("finding copies"):
+        raise other
+    assert raised.value is other

@@ -8,7 +8,7 @@ import torch
 from gptmini.config.settings import Config
 from gptmini.machine import Compute
 from gptmini.plan.cost import Memory
-from gptmini.plan.estimates import Estimates, get_estimates
+from gptmini.plan.estimates import Estimates
 from gptmini.plan.timing import Machine
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -36,7 +36,7 @@ class FakeMachine(Machine):
 
     @property
     def estimates(self) -> Estimates:
-        return self.figures or get_estimates(self.compute.device)
+        return self.figures or super().estimates
 
     def get_seconds_left(self, minutes: float) -> float:
         return 60 * minutes - self.seconds_gone()

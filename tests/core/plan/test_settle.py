@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import pytest
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.errors import ConfigError, DataError, MachineError
+from gptmini.errors import DataError, MachineError
 from gptmini.plan import settle
-from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
@@ -23,7 +23,7 @@ from gptmini.plan.recipe import (
     count_epochs,
     measure_corpus,
 )
-from gptmini.plan.settle import make_plan
+from gptmini.plan.settle import Plan, make_plan
 from gptmini.runs.directory import RunDirectory
 from tests.core.plan.machines import GPU, FakeMachine
 from tests.support import tiny
@@ -163,33 +163,11 @@ def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(text_file: Path,
     assert make_plan(requested, run, machine=unmeasured).config == plan.config
 
 
-@pytest.mark.parametrize(
-    ("begun_on", "reduce", "resumed_on"), [(2, "exact", 1), (1, "fast", 2), (3, "fast", 4)]
-)
-def test_a_resumed_run_adds_gradients_as_it_did(
-    text_file: Path, tmp_path: Path, begun_on: int, reduce: str, resumed_on: int
-):
-    train = {"batch_size": 12, "micro_batch_size": 1, "compile": "off"}
-    requested = tiny(data={"path": str(text_file)}, train=train)
-    plan = make_plan(requested, None, world_size=begun_on)
-    assert plan.config.train.reduce == reduce
-    run = RunDirectory(tmp_path / "run")
-    run.create(plan.config, plan.corpus.tokenizer, requested)
-    resumed = make_plan(requested, run, world_size=resumed_on)
-    assert resumed.config.train.reduce == reduce
-    new = make_plan(requested, None, world_size=resumed_on)
-    assert new.config.train.reduce != reduce
-
-
-def test_a_run_of_two_processes_goes_on_with_three(text_file: Path, tmp_path: Path):
-    requested = tiny(data={"path": str(text_file)}, train={"batch_size": 12, "compile": "off"})
-    plan = make_plan(requested, None, world_size=2)
-    run = RunDirectory(tmp_path / "run")
-    run.create(plan.config, plan.corpus.tokenizer, requested)
-    with pytest.raises(ConfigError, match=r"train\.reduce: exact needs .*; use fast"):
-        make_plan(requested, run, world_size=3)
-    resumed = make_plan(requested.with_train(reduce="fast"), run, world_size=3)
-    assert resumed.config.train.reduce == "fast"
+def test_exact_sums_without_their_folder_are_refused_in_one_line(text_file: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gptmini.extras.parallel", None)
+    config = tiny(data={"path": str(text_file)}, train={"reduce": "exact"})
+    with pytest.raises(MachineError, match=r"exact sums: gptmini/extras.* is not in this copy"):
+        make_plan(config, None, dry_run=True)
 
 
 @pytest.mark.parametrize(

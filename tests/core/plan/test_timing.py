@@ -1,23 +1,18 @@
 """What a run chooses for itself: micro-batches, compiled blocks, sizes and steps for minutes."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gptmini import machine
 from gptmini.config.settings import Config
-from gptmini.errors import MachineError
-from gptmini.model import gpt, kernels
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost, estimates, settle, timing
 from gptmini.plan.settle import make_plan
+from gptmini.plan.timing import Machine
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, loop
 from tests.core.plan.machines import CPU, GPU, FakeMachine
 from tests.support import tiny, train
 
@@ -30,44 +25,11 @@ def test_the_micro_batch_divides_the_batch_and_fits():
     static = STATIC * cost.count_parameters(config.model)
     for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
         machine = FakeMachine(memory=static + 2 * rows * row, row=row)
-        assert timing.choose_micro_batch_size(config, machine) == expected
-    assert timing.choose_micro_batch_size(config, FakeMachine()) == 12
+        assert timing.choose_micro_batch_size(config, machine, [1]) == expected
+    assert timing.choose_micro_batch_size(config, FakeMachine(), [1]) == 12
     small = replace(estimates.CPU, max_tokens_per_pass=4 * config.seq_len)
-    assert timing.choose_micro_batch_size(config, FakeMachine(figures=small)) == 4
-    assert timing.choose_micro_batch_size(config, FakeMachine(GPU)) == 12
-
-
-@pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
-def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected):
-    config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
-    numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
-    for n in numbers:
-        assert timing.choose_micro_batch_size(config, FakeMachine(world_size=n)) == expected
-    fast = config.with_train(reduce="fast")
-    shares = [batch_size // n for n in numbers]
-    found = [timing.choose_micro_batch_size(fast, FakeMachine(world_size=n)) for n in numbers]
-    assert found == shares
-    static = STATIC * cost.count_parameters(config.model)
-    row = static // 8
-    for most in numbers:  # so many processes fit, each with two rows
-        memory = most * static + 4 * row
-        machines = [FakeMachine(world_size=n, memory=memory, row=row) for n in numbers]
-        sizes = {timing.choose_micro_batch_size(config, machine) for machine in machines}
-        assert sizes == {2 if expected % 2 == 0 else 1}
-
-
-def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows():
-    train = {"batch_size": 16, "reduce": "fast"}
-    config = tiny(train=train).with_tokenizer("byte", 257)
-    sharded = config.with_train(shard=True)
-    static = STATIC * cost.count_parameters(config.model)
-    row = static // 4
-    # Twice the rows that fit into half of what 2 whole models, or one in two shards, leave free.
-    machine = FakeMachine(world_size=2, memory=2 * static + 2 * row, row=row)
-    assert timing.choose_micro_batch_size(config, machine) == 1
-    assert timing.choose_micro_batch_size(sharded, machine) == 2
-    roomy = replace(machine, memory=static + 8 * row)
-    assert timing.choose_micro_batch_size(sharded, roomy) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(figures=small), [1]) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(GPU), [1]) == 12
 
 
 SMOLLM2 = {
@@ -88,7 +50,7 @@ SMOLLM2 = {
 def test_a_few_rows_of_a_large_model_are_one_pass():
     """Four of SmolLM2-135M, with 16 GB."""
     config = tiny(model=SMOLLM2, train={"batch_size": 4, "optimizer": "adamw"})
-    assert timing.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
+    assert timing.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000), [1]) == 4
 
 
 class Clock:
@@ -109,7 +71,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class PredictableMachine(timing.Machine):
+class PredictableMachine(Machine):
     """Predicts that a row takes so many seconds, with one thread twice as many."""
 
     row: float = 0.01
@@ -160,7 +122,8 @@ def test_one_thread_computes_where_all_are_slower(monkeypatch, capsys, busy, thr
 
 def test_a_run_keeps_its_threads(monkeypatch, text_file, tmp_path):
     config = tiny(data={"path": str(text_file)}, train={"steps": 2})
-    run = train_compiled(config, "off", tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path)
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)
     try:
@@ -194,157 +157,14 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
     assert given_back == [plan.machine.compute.device]
 
 
-@pytest.mark.parametrize("setting", ["on", "auto"])
-def test_a_broken_compiler_leaves_a_run_without_it(
-    setting, monkeypatch, capsys, text_file, tmp_path
-):
-    def broken(*_: Any) -> float:
-        raise RuntimeError("no C++ compiler\nand a long story")
-
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    monkeypatch.setattr(timing, "_choose_compiler_options", lambda _: None)
-    monkeypatch.setattr(timing, "MIN_SECONDS_TO_COMPILE", 0.0)
-    config = tiny(data={"path": str(text_file)}, train={"steps": 3})
-    plain = train_without_compiling(config, tmp_path / "plain")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function, **_: broken)
-        run = train_compiled(config, setting, tmp_path / "run")
-    assert capsys.readouterr().err.count("  compile   off: it failed (no C++ compiler)\n") == 1
-    assert run.load_config().train.compile == "off"
-    assert run.read_newest_state()["compile"] == "off"
-    assert all(torch.equal(plain[name], each) for name, each in load_weights(run).items())
-
-
-def test_compiled_gradients_that_are_not_finite_are_not_used(
-    monkeypatch, capsys, text_file, tmp_path
-):
-    hooks = []
-
-    def spoil(model: GPT) -> None:
-        weight = model.blocks[0].attn.k_proj.weight
-        spoiled = torch.tensor([3])
-        hook = weight.register_hook(lambda gradient: gradient.index_fill(0, spoiled, torch.nan))
-        hooks.append(hook)
-
-    config = tiny(data={"path": str(text_file)}, train={"steps": 3})
-    plain = train_without_compiling(config, tmp_path / "plain")
-    monkeypatch.setattr(build, "compile_blocks", spoil)
-    monkeypatch.setattr(timing, "undo_compiling", lambda _: hooks[0].remove())
-    run = train_compiled(config, "on", tmp_path / "run")
-    assert "  compile   off: it computes gradients that are not finite\n" in capsys.readouterr().err
-    assert all(torch.equal(plain[name], each) for name, each in load_weights(run).items())
-
-
-def train_without_compiling(config: Config, out: Path) -> dict[str, torch.Tensor]:
-    return load_weights(train_compiled(config, "off", out))
-
-
-def train_compiled(config: Config, setting: str, out: Path) -> RunDirectory:
-    run = RunDirectory(out)
-    loop.train(make_plan(config.with_train(compile=setting), run), out)
-    return run
-
-
-def load_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    checkpoint = run.load_newest()
-    assert checkpoint is not None
-    return checkpoint.model
-
-
-def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(timing, "has_compiler", lambda: False)
-    model = GPT(tiny().with_tokenizer("byte", 257).model)
-    with pytest.raises(MachineError, match="no C\\+\\+ compiler found; use auto or off"):
-        timing.compile_blocks(model)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch):
-    compilers = {}
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **_: compilers.setdefault(function, function.__call__)
-    )
-    monkeypatch.setattr(gpt, "fuses_head_and_loss", lambda _: True)
-    monkeypatch.setattr(gpt, "linear_cross_entropy", lambda *arguments: arguments[-1])
-    model = GPT(tiny().with_tokenizer("byte", 257).model)
-    plain = kernels.softmax_
-    if compiled:
-        timing.compile_blocks(model)
-    fast = compilers.get(plain)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    assert model(tokens, tokens) is (fast if compiled else plain)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_compiled_gradients_of_heads_of_64_are_right():
-    """g++ 11 and 12 lost half the stores with AVX512; other code passes with any flags."""
-    shape = {"n_layer": 1, "d_model": 128, "n_head": 2, "context_length": 64}
-    config = tiny(model=shape).with_tokenizer("byte", 257)
-    tokens = torch.arange(128).view(2, 64)
-    eager, compiled = (_compute_gradients(config, tokens, compiled) for compiled in (False, True))
-    for name, expected in eager.items():
-        error = (compiled[name] - expected).norm() / expected.norm()
-        assert error < 0.05, name  # NaN is not
-
-
-def _compute_gradients(
-    config: Config, tokens: torch.Tensor, compiled: bool
-) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = GPT(config.model).train()
-    if compiled:
-        timing.compile_blocks(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(tokens, tokens.roll(-1))
-    loss.backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
-    text_file: Path, tmp_path: Path, monkeypatch
-):
-    def run(name: str, compile: str = "on", dropout: float = 0.1) -> dict[str, torch.Tensor]:
-        settings = {"compile": compile, "dtype": "float32"}
-        config = tiny(data={"path": str(text_file)}, model={"dropout": dropout}, train=settings)
-        train(config, tmp_path / name)
-        found = RunDirectory(tmp_path / name).load_newest()
-        assert found is not None
-        return found.model
-
-    whole = run("whole")
-    with monkeypatch.context() as patch:
-        update = loop.train_step
-
-        def stop(training: Any) -> Any:
-            if training.step == 4:
-                raise KeyboardInterrupt
-            return update(training)
-
-        patch.setattr(loop, "train_step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run("stopped")
-    again = run("stopped")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    plain = run("plain", "off", 0.0)
-    compiled = run("compiled", "on", 0.0)
-    for name, tensor in plain.items():
-        torch.testing.assert_close(compiled[name], tensor, atol=2e-4, rtol=1e-3)
-
-
 def test_time_follows_from_the_operations_at_the_speed_of_a_product(monkeypatch):
     monkeypatch.setattr(timing, "measure_product_speed", lambda *_: 1e10)
     cpu = machine.pick_compute("cpu", "float32")
     config = tiny(train={"batch_size": 8, "optimizer": "adamw"}).with_tokenizer("byte", 257)
     flops = 8 * 16 * cost.count_training_flops(config.model, 16)
-    assert timing.predict_seconds_per_step(config, cpu) == pytest.approx(flops / 5e9)
+    assert Machine(cpu).predict_step(config) == pytest.approx(flops / 5e9)
     muon = config.with_train(optimizer="muon")
-    assert timing.predict_seconds_per_step(muon, cpu) > flops / 5e9
+    assert Machine(cpu).predict_step(muon) > flops / 5e9
 
 
 def test_the_speed_of_a_product_is_that_of_this_machine():

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from gptmini.errors import DataError, MachineError, RankError, Stopped
-from gptmini.extras.parallel.gradients import ExactSums, FastGradients
 from gptmini.extras.parallel.group import ParallelGroup
 from gptmini.extras.parallel.ranks import Ranks, RemoteFailure
+from gptmini.extras.parallel.replicas import ExactGradients, FastGradients
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.tokenizer.tokenizers import ByteTokenizer
@@ -128,7 +128,7 @@ def test_rank_0_reads_for_all(tmp_path: Path):
     assert (first.model.keys(), second.model.keys()) == ({"a"}, set())
 
 
-@pytest.mark.parametrize(("reduce", "kind"), [("fast", FastGradients), ("exact", ExactSums)])
+@pytest.mark.parametrize(("reduce", "kind"), [("fast", FastGradients), ("exact", ExactGradients)])
 def test_several_ranks_add_their_gradients(reduce: str, kind: type):
     model = GPT(tiny(model={"n_layer": 1}).with_tokenizer("byte", 257).model)
     assert type(ParallelGroup(0, 2).create_gradients(model, reduce, 1)) is kind

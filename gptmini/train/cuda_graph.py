@@ -5,7 +5,6 @@ than Python takes to launch them (scripts/LOG.md: What does an H100 say?). A gra
 at once.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +18,6 @@ from gptmini.model.gpt import GPT
 
 # Passes before recording: they compile, choose kernels and take memory.
 WARM_UP_PASSES = 2
-
-
-def create_loss(model: GPT, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Choose what computes the loss () of targets (B, T): the model, or on CUDA its recording.
-
-    Gradient checkpointing restores random states, which no graph can.
-    """
-    is_recorded = device.type == "cuda" and not model.gradient_checkpointing
-    return RecordedLoss(model) if is_recorded else model
 
 
 class RecordedLoss:

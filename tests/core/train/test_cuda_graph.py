@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from gptmini.model.gpt import GPT
-from gptmini.plan import cuda_graph
-from gptmini.plan.cuda_graph import WARM_UP_PASSES, RecordedLoss, create_loss
+from gptmini.train import cuda_graph
+from gptmini.train.build import choose_loss
+from gptmini.train.cuda_graph import WARM_UP_PASSES, RecordedLoss
+from gptmini.train.group import SINGLE_PROCESS
+from gptmini.train.state import CustomParts
 from tests.support import tiny
 
 N_TOKENS = 50
@@ -105,7 +108,12 @@ def test_nothing_is_recorded_where_memory_is_short(monkeypatch, capsys):
 def test_only_what_a_graph_can_repeat_is_recorded():
     model = made()
     cuda = torch.device("cuda")
-    assert isinstance(create_loss(model, cuda), RecordedLoss)
-    assert create_loss(model, torch.device("cpu")) is model
+
+    def choose(device: torch.device, own: CustomParts) -> Callable[..., Tensor]:
+        return choose_loss(model, device, own, SINGLE_PROCESS)
+
+    assert isinstance(choose(cuda, CustomParts()), RecordedLoss)
+    assert choose(torch.device("cpu"), CustomParts()) is model
+    assert choose(cuda, CustomParts(model=GPT)) is model
     model.gradient_checkpointing = True
-    assert create_loss(model, cuda) is model
+    assert choose(cuda, CustomParts()) is model
