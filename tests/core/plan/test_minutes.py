@@ -162,11 +162,10 @@ def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds,
     assert 0.97 * seconds < of_a_token * tokens + evaluations < seconds + 0.1
 
 
-def test_the_default_configuration_leaves_all_sizes_to_the_minutes():
-    config = load_config(DEFAULT_CONFIG_FILE, [])
-    sizes = {"n_layer", "n_head", "d_model", "context_length"}
-    assert sizes.isdisjoint(config.model.model_fields_set)
-    assert planned(config, 300).model.context_length == 512
+def test_the_default_configuration_leaves_rows_to_the_minutes():
+    plan = planned(load_config(DEFAULT_CONFIG_FILE, []), 300)
+    assert (plan.model.n_layer, plan.model.d_model) == (2, 192)
+    assert (plan.model.context_length, plan.train.batch_size) == (512, 8)
 
 
 def test_what_is_stated_wins_over_the_plan():
