@@ -8,8 +8,6 @@ Letters: V vocabulary, N weights.
 
 import numpy as np
 
-BLOCK_SIZE = 512  # weights that are summed together before one is drawn
-
 TokenIds = np.ndarray[tuple[int], np.dtype[np.intp]]
 Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
 TokenWeights = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -42,25 +40,13 @@ def find_heaviest(values: Logits, weights: TokenWeights, min_weight: float) -> T
 
 def sample_index(weights: TokenWeights, random: float) -> int:
     """Draw an index in proportion to weights (N,), by a random number in [0, 1)."""
-    # A running sum of all weights is slow. So sum blocks first, then run through one.
-    ends = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_SIZE)).cumsum()
-    target = random * ends[-1]
-    block = int(ends.searchsorted(target, side="right"))
-    sums = weights[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE].cumsum()
-    rest = target - (ends[block - 1] if block else 0)
-    # Rounding must not lead past the last weight of the block, which may be followed by zeros.
-    rest = min(rest, np.nextafter(sums[-1], 0))
-    return block * BLOCK_SIZE + int(sums.searchsorted(rest, side="right"))
+    sums = weights.cumsum()
+    # Rounding must not lead past the last weight, which may be followed by zeros.
+    target = min(random * sums[-1], np.nextafter(sums[-1], 0))
+    return int(sums.searchsorted(target, side="right"))
 
 
 def _sort_indices(values: Logits, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> TokenIds:
     """Return the indices where `mask` is true, from the largest value to the smallest."""
     indices = np.flatnonzero(mask)
-    # Integers of 64 bits, with the value in the upper half and the index in the lower, sort far
-    # faster than indices do by value. The bits of a float32 are in the order of the values,
-    # except that those of negative ones grow as they fall, so they are inverted. The index counts
-    # down, because the sort is reversed and equal values keep their order.
-    bits = values[indices].view(np.int32)
-    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)
-    keys = ordered.astype(np.int64) << 32 | 0xFFFFFFFF - indices
-    return 0xFFFFFFFF - (np.sort(keys)[::-1] & 0xFFFFFFFF)
+    return indices[np.argsort(-values[indices], kind="stable")]
