@@ -161,14 +161,13 @@ def adjust_logits(logits: Tensor, texts: list[Sequence]) -> Tensor:
 
 
 def add_bias(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Add the bias of each text; -inf bans a token."""
-    if all(text.bias is None for text in texts):
-        return logits
-    adjusted = logits.clone()
+    """Add the bias of each text, and that of a first token; -inf bans a token."""
+    adjusted = logits
     for row, text in enumerate(texts):
-        if text.bias is not None:
-            text.bias = text.bias.to(logits.device)  # it stays there
-            adjusted[row] += text.bias
+        for bias in (text.bias, None if text.tokens else text.first_bias):
+            if bias is not None:
+                adjusted = logits.clone() if adjusted is logits else adjusted
+                adjusted[row] += bias.to(logits.device)
     return adjusted
 
 
@@ -210,16 +209,4 @@ def penalize_presence(logits: Tensor, texts: list[Sequence]) -> Tensor:
     return logits.index_put(indices, logits[indices] - penalties)
 
 
-def limit_first_token(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Rule out the tokens that may not begin a text."""
-    limits = {row: text.allowed_first for row, text in enumerate(texts) if not text.tokens}
-    adjusted = logits
-    for row, allowed in limits.items():  # (V,)
-        if allowed is not None:
-            adjusted = logits.clone() if adjusted is logits else adjusted
-            ruled_out = ~Compute(logits.device, logits.dtype).copy(allowed)
-            adjusted[row].masked_fill_(ruled_out, -torch.inf)
-    return adjusted
-
-
-ADJUSTMENTS = [add_bias, penalize_repetition, penalize_presence, limit_first_token]
+ADJUSTMENTS = [add_bias, penalize_repetition, penalize_presence]

@@ -32,7 +32,7 @@ from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.own_model import build_own_model, check_cache, find_own_module
 from gptmini.generate.sampler import check_overflow, sample_tokens
-from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
+from gptmini.generate.sequence import Sequence, ban_end_tokens, build_token_bias, encode_start
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.machine import CPP_COMPILERS, find_compiler, multiplies_bfloat16, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
@@ -318,17 +318,17 @@ class Run:
 
         `whole` keeps a space that the prompt ends with among its tokens, as scoring it needs.
         """
-        allowed_first = None
+        first_bias = None
         if isinstance(prompt, str) and whole:
             tokens = self.encode(prompt, "prompt", special)
         elif isinstance(prompt, str):
-            tokens, allowed_first = self._encode_prompt(prompt, special)
+            tokens, first_bias = self._encode_prompt(prompt, special)
         else:
             tokens = prompt
             prompt = self.tokenizer.decode(tokens)
         tokens = tokens or encode_start(self.tokenizer, sample)
         text = Sequence(
-            number, tokens, self.context_length, sample, bias, prompt, self.tokenizer, allowed_first
+            number, tokens, self.context_length, sample, bias, prompt, self.tokenizer, first_bias
         )
         check_overflow(text)
         return text
@@ -467,22 +467,22 @@ class Run:
             return self._engine
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """Encode a prompt; also return which tokens may come first, (V,), or None for all."""
-        allowed_first = None
-        if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
+        """Encode a prompt; also return the bias (V,) of the first token, or None."""
+        first_bias = None
+        if prompt.endswith(" ") and (self._space_bias == 0).sum() > 1:
             # Where words are tokens, a space belongs to the word behind it (" the"), and the model
             # has hardly seen one alone. So drop it, and let the first token bring it back.
             prompt = prompt[:-1]
-            allowed_first = self._begins_with_space
+            first_bias = self._space_bias
         if not prompt:
-            return [], allow_any_but_end(self.tokenizer) if allowed_first is None else allowed_first
-        return self.encode(prompt, "prompt", special), allowed_first
+            return [], ban_end_tokens(self.tokenizer) if first_bias is None else first_bias
+        return self.encode(prompt, "prompt", special), first_bias
 
     @cached_property
-    def _begins_with_space(self) -> Tensor:
-        """Mark the tokens that begin with a space, (V,)."""
+    def _space_bias(self) -> Tensor:
+        """The bias (V,) of a first token that begins with a space."""
         spellings = map(self.tokenizer.decode_token, range(self.tokenizer.vocab_size))
-        return torch.tensor([spelling.startswith(b" ") for spelling in spellings])
+        return torch.tensor([0.0 if each.startswith(b" ") else -torch.inf for each in spellings])
 
 
 def _pick_device(name: str, model: GPT) -> torch.device:

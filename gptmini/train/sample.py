@@ -8,7 +8,7 @@ from gptmini.config.settings import Config
 from gptmini.console import show_elapsed
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
+from gptmini.generate.sequence import Sequence, ban_end_tokens, build_token_bias, encode_start
 from gptmini.plan.minutes import MAX_SAMPLE_SHARE
 from gptmini.train.state import Training
 
@@ -41,7 +41,7 @@ def generate_sample(training: Training) -> str:
         settings,
         build_token_bias(tokenizer, settings),
         tokenizer=tokenizer,
-        allowed_first=None if question else allow_any_but_end(tokenizer),
+        first_bias=None if question else ban_end_tokens(tokenizer),
     )
     model.eval()
     started = time.perf_counter()

@@ -187,10 +187,10 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
 
 
 def test_the_first_token_may_be_limited_and_no_other():
-    model, allowed = model_of(), torch.zeros(50, dtype=torch.bool)
-    allowed[7] = True
+    model, first_bias = model_of(), torch.full((50,), -torch.inf)
+    first_bias[7] = 0
     sample = SampleConfig(max_new_tokens=20, temperature=1.0)
-    text = Sequence(0, [3, 1, 4], LIMIT, sample, allowed_first=allowed)
+    text = Sequence(0, [3, 1, 4], LIMIT, sample, first_bias=first_bias)
     for _ in sample_tokens(TorchEngine(model), [text]):
         pass
     assert text.tokens[0] == 7
