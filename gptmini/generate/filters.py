@@ -2,7 +2,7 @@
 
 The token is a pure function of the logits, the settings and one number in [0, 1), and that number
 depends only on the seed, the number of the text and the position in it. So equal logits give equal
-texts in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
+texts in every batch, and a drafted token is verified by drawing the real one.
 
 `ADJUSTMENTS` change logits; after top-k and temperature, `FILTERS` leave out unlikely tokens. Each
 takes many texts as well as one, on any device. `draw_tokens` draws for one text after the other.

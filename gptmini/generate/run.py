@@ -33,7 +33,6 @@ from gptmini.generate.filters import compute_logprob
 from gptmini.generate.own_model import build_own_model, check_cache, find_own_module
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.sequence import Sequence, ban_end_tokens, build_token_bias, encode_start
-from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.machine import CPP_COMPILERS, find_compiler, multiplies_bfloat16, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import Checkpoint, RunDirectory
@@ -344,17 +343,19 @@ class Run:
         # also if nobody iterates to the end.
         with ExitStack() as engines:
             engine = engines.enter_context(self.borrow_engine(len(texts), use_cache))
-            drafter: PromptLookup | DraftModel | None = None
-            if isinstance(draft, Run):
-                draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
-                drafter = DraftModel(draft.context_length, draft_engine)
-            elif draft:
-                drafter = PromptLookup()
+            tokens = sample_tokens(engine, texts)
+            if draft:
+                try:
+                    from gptmini.extras.engine import speculative  # noqa: PLC0415 - may be missing
+                except ModuleNotFoundError as error:
+                    raise explain_missing_part("drafting", error) from None
+                drafter: Any = speculative.PromptLookup()
+                if isinstance(draft, Run):
+                    draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
+                    drafter = speculative.DraftModel(draft.context_length, draft_engine)
+                tokens = speculative.sample_speculatively(engine, drafter, texts)
             yield engine.name
-            if drafter is None:
-                yield from sample_tokens(engine, texts)
-            else:
-                yield from sample_speculatively(engine, drafter, texts)
+            yield from tokens
 
     def encode(self, text: str, name: str = "text", special: bool = False) -> list[int]:
         """Encode a text to the tokens that `model` takes.

