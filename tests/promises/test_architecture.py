@@ -37,6 +37,7 @@ PARTS = [
     "extras.parallel",
     "extras.page",
     "extras.compare",
+    "extras.convert",
     "extras.interop",
     "extras.serve",
     "extras.sources",
