@@ -171,42 +171,33 @@ def add_bias(logits: Tensor, texts: list[Sequence]) -> Tensor:
     return adjusted
 
 
-def penalize_repetition(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Divide positive and multiply negative logits of tokens in prompt and text (Keskar 2019)."""
-    places: list[tuple[int, int]] = []
-    factors: list[float] = []
-    for row, text in enumerate(texts):
-        penalty = text.sample.repetition_penalty
-        if penalty != 1:
-            seen = {*text.prompt_tokens, *text.tokens}
-            places += [(row, token) for token in seen]
-            factors += [penalty] * len(seen)
-    if not places:
-        return logits
-    upload = Compute(logits.device, logits.dtype).copy
-    indices = upload(torch.tensor(places)).unbind(dim=1)
-    factor = upload(torch.tensor(factors, dtype=logits.dtype))
-    old = logits[indices]
-    return logits.index_put(indices, torch.where(old > 0, old / factor, old * factor))
+def penalize(logits: Tensor, texts: list[Sequence]) -> Tensor:
+    """Make tokens less likely that stand in a text already.
 
-
-def penalize_presence(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Subtract the presence penalty once from each token drawn, the frequency penalty each time."""
+    The repetition penalty divides positive and multiplies negative logits of those in prompt and
+    text (Keskar 2019). Of those that were drawn, the presence penalty is then subtracted once, the
+    frequency penalty each time.
+    """
     places: list[tuple[int, int]] = []
-    counts: list[tuple[float, float, int]] = []
+    penalties: list[tuple[float, ...]] = []
     for row, text in enumerate(texts):
         sample = text.sample
-        if sample.presence_penalty != 0 or sample.frequency_penalty != 0:
-            for token, count in Counter(text.tokens).items():
-                places.append((row, token))
-                counts.append((sample.presence_penalty, sample.frequency_penalty, count))
+        rates = (sample.repetition_penalty, sample.presence_penalty, sample.frequency_penalty)
+        if rates != (1, 0, 0):
+            drawn = Counter(text.tokens)
+            seen = {*text.prompt_tokens, *drawn} if sample.repetition_penalty != 1 else {*drawn}
+            places += [(row, token) for token in seen]
+            penalties += [(*rates, drawn[token]) for token in seen]
     if not places:
         return logits
     upload = Compute(logits.device, logits.dtype).copy
     indices = upload(torch.tensor(places)).unbind(dim=1)
-    presence, frequency, times = torch.tensor(counts, dtype=logits.dtype).unbind(dim=1)
-    penalties = upload(presence + frequency * times)
-    return logits.index_put(indices, logits[indices] - penalties)
+    columns = upload(torch.tensor(penalties, dtype=logits.dtype)).unbind(dim=1)
+    repetition, presence, frequency, times = columns  # (N,) each
+    old = logits[indices]
+    scaled = torch.where(old > 0, old / repetition, old * repetition)
+    subtracted = presence * times.clamp(max=1) + frequency * times
+    return logits.index_put(indices, scaled - subtracted)
 
 
-ADJUSTMENTS = [add_bias, penalize_repetition, penalize_presence]
+ADJUSTMENTS = [add_bias, penalize]
