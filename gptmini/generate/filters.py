@@ -7,7 +7,7 @@ texts in every batch, and a drafted token is verified by drawing the real one.
 `ADJUSTMENTS` change logits; after top-k and temperature, `FILTERS` leave out unlikely tokens. Each
 takes many texts as well as one, on any device. `draw_tokens` draws for one text after the other.
 
-Letters: B texts, V vocabulary, N tokens that pass the filters.
+Letters: B texts, V vocabulary, N tokens that are weighed.
 """
 
 import hashlib
@@ -21,9 +21,12 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
-from gptmini.generate.ranking import TokenIds, TokenWeights, find_heaviest, find_top_k, sample_index
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
+
+TokenIds = np.ndarray[tuple[int], np.dtype[np.intp]]
+Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
+TokenWeights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 # -- drawing ---------------------------------------------------------------------------------------
 
@@ -76,7 +79,8 @@ def filter_probabilities(
     """Choose the tokens (N,) that may be drawn from logits (V,); return them and their weights.
 
     The tokens are None for all V; after top-k or top-p they run from most to least likely. The
-    weights (N,) are unnormalized probabilities. Raises ConfigError if no token is left.
+    weights (N,) are unnormalized probabilities, 0 for what is filtered out. Raises ConfigError if
+    no token is left.
     """
     tokens: TokenIds | None = None
     values = logits.numpy()  # (V,)
@@ -97,10 +101,6 @@ def filter_probabilities(
         value = getattr(sample, name)
         if value is not None:
             weights = weights * each.keep(weights, value, total)
-    if sample.min_p:  # which leaves few tokens
-        kept = np.flatnonzero(weights)
-        tokens = kept if tokens is None else tokens[kept]
-        weights = weights[kept]
     return tokens, weights
 
 
@@ -117,6 +117,49 @@ def make_non_finite_error() -> CheckpointError:
 def compute_logprob(logits: Tensor, token: int) -> float:
     """Compute the log-probability (nats) of a token under the model's own logits (V,)."""
     return float(logits[token] - logits.logsumexp(dim=0))
+
+
+# -- the likeliest tokens: of equal ones, the first comes first ------------------------------------
+
+
+def find_top_k(values: Logits, k: int) -> TokenIds:
+    """Find the indices of the k largest of values (V,), largest first."""
+    # Sorting all of a large vocabulary takes far longer (scripts/LOG.md: Which instructions carry
+    # the compiled engine?). So lay the values out in 16 k columns. The k largest are rarely in the
+    # same column, so the maxima of the columns hold most of them: at least k values reach the k-th
+    # largest maximum, and hardly more.
+    columns = 16 * k
+    rows = len(values) // columns
+    maxima = values
+    if rows > 1:
+        maxima = values[: rows * columns].reshape(rows, columns).max(axis=0)  # (columns,)
+    reaches = values >= np.partition(maxima, -k)[-k]  # (V,)
+    return _sort_indices(values, reaches)[:k]
+
+
+def find_heaviest(values: Logits, weights: TokenWeights, min_weight: float) -> TokenIds:
+    """Find the indices of the largest of values (V,), largest first, as many as weigh `min_weight`.
+
+    There may be more of them, never fewer. The largest weight is 1.
+    """
+    floor = 1.0
+    while floor and (weights >= floor) @ weights < min_weight:
+        floor /= 16
+    return _sort_indices(values, weights >= floor)
+
+
+def sample_index(weights: TokenWeights, random: float) -> int:
+    """Draw an index in proportion to weights (N,), by a random number in [0, 1)."""
+    sums = weights.cumsum()
+    # Rounding must not lead past the last weight, which may be followed by zeros.
+    target = min(random * sums[-1], np.nextafter(sums[-1], 0))
+    return int(sums.searchsorted(target, side="right"))
+
+
+def _sort_indices(values: Logits, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> TokenIds:
+    """Return the indices where `mask` is true, from the largest value to the smallest."""
+    indices = np.flatnonzero(mask)
+    return indices[np.argsort(-values[indices], kind="stable")]
 
 
 # -- filters: which of the weights (..., N) to keep, for a setting and the total of all weights ----
