@@ -8,7 +8,6 @@ for characters in run.stream("Ella "):
     print(characters, end="", flush=True)
 """
 
-import hashlib
 import threading
 import time
 from collections import deque
@@ -420,16 +419,11 @@ class Run:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name, those in bfloat16 as they are; `model` would widen all."""
-        return dict(precision.iter_weights(self._model))
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of the tokenizer and of the weights of `model`."""
-        digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
-        for name, tensor in precision.iter_weights(self._model):
-            digest.update(name.encode())
-            digest.update(tensor.float().cpu().contiguous().numpy().data)
-        return digest.hexdigest()
+        model = self._model
+        return {
+            name: precision.dequantize(model.get_submodule(name.rpartition(".")[0]), weights)
+            for name, weights in model.state_dict().items()
+        }
 
     @contextmanager
     def borrow_engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
