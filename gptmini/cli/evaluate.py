@@ -44,7 +44,6 @@ def evaluate(
     path = resolve_run(run)
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
-    from gptmini.train.evaluate import LearntRule
     from gptmini.train.evaluate_run import (
         evaluate_held_out,
         evaluate_run,
