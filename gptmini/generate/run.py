@@ -344,10 +344,8 @@ class Run:
             engine = engines.enter_context(self.borrow_engine(len(texts), use_cache))
             tokens = sample_tokens(engine, texts)
             if draft:
-                try:
+                with explain_missing_part("drafting"):
                     from gptmini.extras.engine import speculative  # noqa: PLC0415 - may be missing
-                except ModuleNotFoundError as error:
-                    raise explain_missing_part("drafting", error) from None
                 drafter: Any = speculative.PromptLookup()
                 if isinstance(draft, Run):
                     draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))

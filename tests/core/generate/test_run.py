@@ -359,6 +359,17 @@ def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
         assert text.tokens[0] not in tokenizer.end_tokens
 
 
+def test_without_the_folder_that_drafts_a_line_says_so(run: Run, monkeypatch):
+    text = run.generate("the ")  # opens the engine
+    monkeypatch.setitem(sys.modules, "gptmini.extras.engine", None)
+    monkeypatch.delitem(sys.modules, "gptmini.extras.engine.speculative", raising=False)
+    with pytest.raises(
+        MachineError, match=r"drafting: gptmini/extras/engine.* is not in this copy"
+    ):
+        run.generate("the ", draft="lookup")
+    assert run.generate("the ") == text
+
+
 def test_without_the_folder_that_finds_copies_a_line_says_so(run: Run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gptmini.extras.sources", None)
     with pytest.raises(MachineError, match="gptmini/extras/sources is not in this copy; restore"):
