@@ -23,7 +23,6 @@ import typer.exceptions
 
 from gptmini import __version__, console
 from gptmini.cli.chat import chat
-from gptmini.cli.convert import convert
 from gptmini.cli.data import data_app
 from gptmini.cli.evaluate import evaluate
 from gptmini.cli.generate import generate
@@ -95,7 +94,6 @@ app.command()(chat)
 app.command()(score)
 app.command()(evaluate)
 app.command()(inspect)
-app.command()(convert)
 app.command("runs")(list_runs)
 app.command("settings")(list_settings)
 app.add_typer(data_app, name="data")

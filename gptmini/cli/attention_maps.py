@@ -150,12 +150,10 @@ def summarize_heads(weights: Tensor) -> Tensor:
     Returns, (L, H, 4), the mean weight of each head on the previous token, the first and the
     query's own, and the mean entropy of its weights, in nats.
     """
-    T = weights.shape[-1]
-    start = 1 if T > 1 else 0  # skip the first query, unless it is the only one
-    rows = weights[:, :, start:]
-    previous = weights.diagonal(-1, 2, 3) if T > 1 else weights[..., 0]
+    rows = weights[:, :, 1:]
+    previous = weights.diagonal(-1, 2, 3)
     first = rows[..., 0]
-    itself = weights.diagonal(0, 2, 3)[..., start:]
+    itself = weights.diagonal(0, 2, 3)[..., 1:]
     entropy = torch.special.entr(rows).sum(dim=-1)
     quantities = [previous, first, itself, entropy]  # each (L, H, T - 1)
     return torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)

@@ -44,7 +44,6 @@ def evaluate(
     path = resolve_run(run)
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
-    from gptmini.train.evaluate import LearntRule
     from gptmini.train.evaluate_run import (
         evaluate_held_out,
         evaluate_run,
@@ -65,12 +64,12 @@ def evaluate(
     texts = load_text(trained, data) if data else []
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
     if own is None:
-        facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
+        result = evaluate_run(trained, texts, batch_size, stride)
     else:
-        facts = evaluate_held_out(trained, own, split, batch_size, stride).to_dict()
-    facts["compressors"] = {} if own is None else measure_compressors(own, split)
-    facts["copied"] = None
+        result = evaluate_held_out(trained, own, split, batch_size, stride)
+    facts = result.to_dict() | {"compressors": {}, "copied": None}
     if own is not None:
+        facts["compressors"] = measure_compressors(own, split)
         try:
             facts["copied"] = measure_copied(trained, own, split)
         except (DataError, MachineError) as error:  # of a large text, or in a copy that cannot
@@ -79,8 +78,8 @@ def evaluate(
         print(json.dumps(facts))
         return
     print(_format_evaluation(facts))
-    if facts["rules"]:
-        print("", *format_rules([LearntRule(**rule) for rule in facts["rules"]]), sep="\n")
+    if result.rules:
+        print("", *format_rules(result.rules), sep="\n")
 
 
 def _format_evaluation(facts: dict[str, Any]) -> str:

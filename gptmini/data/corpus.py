@@ -19,7 +19,7 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
-from gptmini.console import format_bytes, format_count, show_byte_progress
+from gptmini.console import format_bytes, show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
@@ -169,14 +169,9 @@ def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
         for file in token_files:
             if len(file) >= window:
                 continue
-            amount = ""
-            if text.has_conversations:
-                chunks = chain.from_iterable(each.iter_chunks() for each in text.texts)
-                count = sum(chunk.messages is not None for chunk in chunks)
-                amount = f" ({format_count(count, 'conversation')})"
             needed = format_bytes(text.bytes * window / max(1, len(file)))
             raise DataError(
-                f"{corpus.name}: too short{amount} for {split} in windows of {window:,} tokens; "
+                f"{corpus.name}: too short for {split} in windows of {window:,} tokens; "
                 f"use about {needed} of text or more, or lower train.seq_len"
             )
 
@@ -271,7 +266,8 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        path = _name_token_file(text.hash_split(split), tokenizer)
+        name = f"{text.hash_split(split)[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"
+        path = files.get_cache_folder() / name
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:
@@ -283,8 +279,3 @@ def _get_token_files(
             token_file.write_token_files(missing, encoded, tokenizer)
         opened |= {split: TokenFile(path, tokenizer) for split, path in missing.items()}
     return opened
-
-
-def _name_token_file(digest: str, tokenizer: Tokenizer) -> Path:
-    """Name the token file of a text after what decides its tokens."""
-    return files.get_cache_folder() / f"{digest[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"

@@ -29,10 +29,34 @@ from gptmini.errors import (
 PREFIX = "hf:"
 Kind = Literal["model", "dataset"]
 ERROR_BY_KIND: dict[Kind, type[GptminiError]] = {"model": CheckpointError, "dataset": DataError}
-OWNER_AND_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-REVISION = r"refs/[\w.-]+/[\w.-]+|[\w.-]+"
+NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w[\w.-]*(?!/))"
+    r"(@(?P<revision>refs/[\w.-]+/[\w.-]+|[\w.-]+))?(/(?P<path>.+))?",
+    re.ASCII,
+)
 COMMIT = re.compile("[0-9a-f]{40}")
 SHOWN_NAMES = 10
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository as it was named; `path` is a file in it, or what stands for some."""
+
+    name: str
+    revision: str | None
+    path: str | None
+
+    def __str__(self) -> str:
+        """Write the name as `parse_name` reads it, behind `hf:`."""
+        revision = "" if self.revision is None else f"@{self.revision}"
+        path = "" if self.path is None else f"/{self.path}"
+        return f"{PREFIX}{self.name}{revision}{path}"
+
+
+def parse_name(text: str) -> HubName | None:
+    """Parse OWNER/NAME[@REVISION][/PATH]; None if it is something else."""
+    match = NAME.fullmatch(text)
+    return None if match is None else HubName(**match.groupdict())
 
 
 @dataclass(frozen=True)

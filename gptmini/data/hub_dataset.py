@@ -9,20 +9,15 @@ held out by their name: guessing more would mix languages, or train on the test 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from gptmini.data import hub
 from gptmini.data.formats import find_format, import_pyarrow
-from gptmini.data.hub import Snapshot
+from gptmini.data.hub import HubName, Snapshot
 from gptmini.errors import DataError, shorten
 
-DATASET = re.compile(
-    rf"{hub.PREFIX}(?P<name>{hub.OWNER_AND_NAME}|\w[\w.-]*(?!/))(@(?P<revision>{hub.REVISION}))?"
-    r"(/(?P<pattern>.+))?",
-    re.ASCII,
-)
 FORMATS = ("parquet", "jsonl", "csv", "text")  # a dataset may have the same text in several
 # What the path of a file says of its split, as the package datasets reads it: the last word counts.
 SPLIT_WORD = re.compile(
@@ -30,35 +25,20 @@ SPLIT_WORD = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class DatasetName:
-    """A dataset as it was named; `pattern` is a folder, a glob, or None."""
-
-    name: str
-    revision: str | None
-    pattern: str | None
-
-    def __str__(self) -> str:
-        """Write the name as `parse_dataset_name` reads it."""
-        revision = f"@{self.revision}" if self.revision else ""
-        pattern = f"/{self.pattern}" if self.pattern else ""
-        return f"{hub.PREFIX}{self.name}{revision}{pattern}"
-
-
 def is_dataset_name(path: str) -> bool:
     """Check whether a path of a text is the name of a dataset on the Hub."""
     return path.startswith(hub.PREFIX)
 
 
-def parse_dataset_name(path: str) -> DatasetName:
-    """Parse the name of a dataset on the Hub; DataError if it is wrong."""
-    match = DATASET.fullmatch(path)
-    if match is None:
+def parse_dataset_name(path: str) -> HubName:
+    """Parse the name of a dataset on the Hub, perhaps with a pattern; DataError if it is wrong."""
+    dataset = hub.parse_name(path.removeprefix(hub.PREFIX))
+    if dataset is None:
         raise DataError(
             f"{shorten(path)}: not a dataset; write hf:OWNER/NAME, hf:OWNER/NAME/GLOB or "
             f"hf:OWNER/NAME@REVISION/GLOB"
         )
-    return DatasetName(match["name"], match["revision"], match["pattern"])
+    return dataset
 
 
 def pin_revision(path: str, pinned: Sequence[str]) -> str:
@@ -73,7 +53,7 @@ def pin_revision(path: str, pinned: Sequence[str]) -> str:
         return path
     for other in filter(is_dataset_name, pinned):
         known = parse_dataset_name(other)
-        if (known.name, known.pattern) == (dataset.name, dataset.pattern):
+        if (known.name, known.path) == (dataset.name, dataset.path):
             return other
     snapshot = hub.open_snapshot("dataset", dataset.name, dataset.revision)
     return str(replace(dataset, revision=snapshot.commit))
@@ -87,7 +67,7 @@ def fetch_dataset(path: str) -> list[Path]:
     """
     dataset = parse_dataset_name(path)
     snapshot = hub.open_snapshot("dataset", dataset.name, dataset.revision)
-    names = _choose_files(snapshot, dataset.pattern)
+    names = _choose_files(snapshot, dataset.path)
     if any(find_format(name)[0] == "parquet" for name in names):
         import_pyarrow(path)  # before a long download
     return hub.download(snapshot, names)

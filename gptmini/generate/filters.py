@@ -2,12 +2,12 @@
 
 The token is a pure function of the logits, the settings and one number in [0, 1), and that number
 depends only on the seed, the number of the text and the position in it. So equal logits give equal
-texts in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
+texts in every batch, and a drafted token is verified by drawing the real one.
 
 `ADJUSTMENTS` change logits; after top-k and temperature, `FILTERS` leave out unlikely tokens. Each
 takes many texts as well as one, on any device. `draw_tokens` draws for one text after the other.
 
-Letters: B texts, V vocabulary, N tokens that pass the filters.
+Letters: B texts, V vocabulary, N tokens that are weighed.
 """
 
 import hashlib
@@ -21,9 +21,12 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
-from gptmini.generate.ranking import TokenIds, TokenWeights, find_heaviest, find_top_k, sample_index
 from gptmini.generate.sequence import Sequence
 from gptmini.machine import Compute
+
+TokenIds = np.ndarray[tuple[int], np.dtype[np.intp]]
+Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
+TokenWeights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 # -- drawing ---------------------------------------------------------------------------------------
 
@@ -76,7 +79,8 @@ def filter_probabilities(
     """Choose the tokens (N,) that may be drawn from logits (V,); return them and their weights.
 
     The tokens are None for all V; after top-k or top-p they run from most to least likely. The
-    weights (N,) are unnormalized probabilities. Raises ConfigError if no token is left.
+    weights (N,) are unnormalized probabilities, 0 for what is filtered out. Raises ConfigError if
+    no token is left.
     """
     tokens: TokenIds | None = None
     values = logits.numpy()  # (V,)
@@ -97,10 +101,6 @@ def filter_probabilities(
         value = getattr(sample, name)
         if value is not None:
             weights = weights * each.keep(weights, value, total)
-    if sample.min_p:  # which leaves few tokens
-        kept = np.flatnonzero(weights)
-        tokens = kept if tokens is None else tokens[kept]
-        weights = weights[kept]
     return tokens, weights
 
 
@@ -117,6 +117,49 @@ def make_non_finite_error() -> CheckpointError:
 def compute_logprob(logits: Tensor, token: int) -> float:
     """Compute the log-probability (nats) of a token under the model's own logits (V,)."""
     return float(logits[token] - logits.logsumexp(dim=0))
+
+
+# -- the likeliest tokens: of equal ones, the first comes first ------------------------------------
+
+
+def find_top_k(values: Logits, k: int) -> TokenIds:
+    """Find the indices of the k largest of values (V,), largest first."""
+    # Sorting all of a large vocabulary takes far longer (scripts/LOG.md: Which instructions carry
+    # the compiled engine?). So lay the values out in 16 k columns. The k largest are rarely in the
+    # same column, so the maxima of the columns hold most of them: at least k values reach the k-th
+    # largest maximum, and hardly more.
+    columns = 16 * k
+    rows = len(values) // columns
+    maxima = values
+    if rows > 1:
+        maxima = values[: rows * columns].reshape(rows, columns).max(axis=0)  # (columns,)
+    reaches = values >= np.partition(maxima, -k)[-k]  # (V,)
+    return _sort_indices(values, reaches)[:k]
+
+
+def find_heaviest(values: Logits, weights: TokenWeights, min_weight: float) -> TokenIds:
+    """Find the indices of the largest of values (V,), largest first, as many as weigh `min_weight`.
+
+    There may be more of them, never fewer. The largest weight is 1.
+    """
+    floor = 1.0
+    while floor and (weights >= floor) @ weights < min_weight:
+        floor /= 16
+    return _sort_indices(values, weights >= floor)
+
+
+def sample_index(weights: TokenWeights, random: float) -> int:
+    """Draw an index in proportion to weights (N,), by a random number in [0, 1)."""
+    sums = weights.cumsum()
+    # Rounding must not lead past the last weight, which may be followed by zeros.
+    target = min(random * sums[-1], np.nextafter(sums[-1], 0))
+    return int(sums.searchsorted(target, side="right"))
+
+
+def _sort_indices(values: Logits, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> TokenIds:
+    """Return the indices where `mask` is true, from the largest value to the smallest."""
+    indices = np.flatnonzero(mask)
+    return indices[np.argsort(-values[indices], kind="stable")]
 
 
 # -- filters: which of the weights (..., N) to keep, for a setting and the total of all weights ----
@@ -161,65 +204,43 @@ def adjust_logits(logits: Tensor, texts: list[Sequence]) -> Tensor:
 
 
 def add_bias(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Add the bias of each text; -inf bans a token."""
-    if all(text.bias is None for text in texts):
-        return logits
-    adjusted = logits.clone()
+    """Add the bias of each text, and that of a first token; -inf bans a token."""
+    adjusted = logits
     for row, text in enumerate(texts):
-        if text.bias is not None:
-            text.bias = text.bias.to(logits.device)  # it stays there
-            adjusted[row] += text.bias
+        for bias in (text.bias, None if text.tokens else text.first_bias):
+            if bias is not None:
+                adjusted = logits.clone() if adjusted is logits else adjusted
+                adjusted[row] += bias.to(logits.device)
     return adjusted
 
 
-def penalize_repetition(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Divide positive and multiply negative logits of tokens in prompt and text (Keskar 2019)."""
-    places: list[tuple[int, int]] = []
-    factors: list[float] = []
-    for row, text in enumerate(texts):
-        penalty = text.sample.repetition_penalty
-        if penalty != 1:
-            seen = {*text.prompt_tokens, *text.tokens}
-            places += [(row, token) for token in seen]
-            factors += [penalty] * len(seen)
-    if not places:
-        return logits
-    upload = Compute(logits.device, logits.dtype).copy
-    indices = upload(torch.tensor(places)).unbind(dim=1)
-    factor = upload(torch.tensor(factors, dtype=logits.dtype))
-    old = logits[indices]
-    return logits.index_put(indices, torch.where(old > 0, old / factor, old * factor))
+def penalize(logits: Tensor, texts: list[Sequence]) -> Tensor:
+    """Make tokens less likely that stand in a text already.
 
-
-def penalize_presence(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Subtract the presence penalty once from each token drawn, the frequency penalty each time."""
+    The repetition penalty divides positive and multiplies negative logits of those in prompt and
+    text (Keskar 2019). Of those that were drawn, the presence penalty is then subtracted once, the
+    frequency penalty each time.
+    """
     places: list[tuple[int, int]] = []
-    counts: list[tuple[float, float, int]] = []
+    penalties: list[tuple[float, ...]] = []
     for row, text in enumerate(texts):
         sample = text.sample
-        if sample.presence_penalty != 0 or sample.frequency_penalty != 0:
-            for token, count in Counter(text.tokens).items():
-                places.append((row, token))
-                counts.append((sample.presence_penalty, sample.frequency_penalty, count))
+        rates = (sample.repetition_penalty, sample.presence_penalty, sample.frequency_penalty)
+        if rates != (1, 0, 0):
+            drawn = Counter(text.tokens)
+            seen = {*text.prompt_tokens, *drawn} if sample.repetition_penalty != 1 else {*drawn}
+            places += [(row, token) for token in seen]
+            penalties += [(*rates, drawn[token]) for token in seen]
     if not places:
         return logits
     upload = Compute(logits.device, logits.dtype).copy
     indices = upload(torch.tensor(places)).unbind(dim=1)
-    presence, frequency, times = torch.tensor(counts, dtype=logits.dtype).unbind(dim=1)
-    penalties = upload(presence + frequency * times)
-    return logits.index_put(indices, logits[indices] - penalties)
+    columns = upload(torch.tensor(penalties, dtype=logits.dtype)).unbind(dim=1)
+    repetition, presence, frequency, times = columns  # (N,) each
+    old = logits[indices]
+    scaled = torch.where(old > 0, old / repetition, old * repetition)
+    subtracted = presence * times.clamp(max=1) + frequency * times
+    return logits.index_put(indices, scaled - subtracted)
 
 
-def limit_first_token(logits: Tensor, texts: list[Sequence]) -> Tensor:
-    """Rule out the tokens that may not begin a text."""
-    limits = {row: text.allowed_first for row, text in enumerate(texts) if not text.tokens}
-    adjusted = logits
-    for row, allowed in limits.items():  # (V,)
-        if allowed is not None:
-            adjusted = logits.clone() if adjusted is logits else adjusted
-            ruled_out = ~Compute(logits.device, logits.dtype).copy(allowed)
-            adjusted[row].masked_fill_(ruled_out, -torch.inf)
-    return adjusted
-
-
-ADJUSTMENTS = [add_bias, penalize_repetition, penalize_presence, limit_first_token]
+ADJUSTMENTS = [add_bias, penalize]

@@ -1,7 +1,5 @@
 """Round weights to the precision that they are stored and multiplied in."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -59,12 +57,6 @@ def dequantize(module: nn.Module, weights: Tensor) -> Tensor:
     scales = module.scales  # (N,)
     assert isinstance(scales, Tensor)
     return weights.float().mul_(scales[:, None])  # `*` would hold another float copy
-
-
-def iter_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model by name as they are, or those in int8 in float32."""
-    for name, weights in model.state_dict().items():
-        yield name, dequantize(model.get_submodule(name.rpartition(".")[0]), weights)
 
 
 def widen_weights(model: GPT) -> None:

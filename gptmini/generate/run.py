@@ -8,7 +8,6 @@ for characters in run.stream("Ella "):
     print(characters, end="", flush=True)
 """
 
-import hashlib
 import threading
 import time
 from collections import deque
@@ -32,8 +31,7 @@ from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.own_model import build_own_model, check_cache, find_own_module
 from gptmini.generate.sampler import check_overflow, sample_tokens
-from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
-from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
+from gptmini.generate.sequence import Sequence, ban_end_tokens, build_token_bias, encode_start
 from gptmini.machine import CPP_COMPILERS, find_compiler, multiplies_bfloat16, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import Checkpoint, RunDirectory
@@ -318,17 +316,17 @@ class Run:
 
         `whole` keeps a space that the prompt ends with among its tokens, as scoring it needs.
         """
-        allowed_first = None
+        first_bias = None
         if isinstance(prompt, str) and whole:
             tokens = self.encode(prompt, "prompt", special)
         elif isinstance(prompt, str):
-            tokens, allowed_first = self._encode_prompt(prompt, special)
+            tokens, first_bias = self._encode_prompt(prompt, special)
         else:
             tokens = prompt
             prompt = self.tokenizer.decode(tokens)
         tokens = tokens or encode_start(self.tokenizer, sample)
         text = Sequence(
-            number, tokens, self.context_length, sample, bias, prompt, self.tokenizer, allowed_first
+            number, tokens, self.context_length, sample, bias, prompt, self.tokenizer, first_bias
         )
         check_overflow(text)
         return text
@@ -344,17 +342,17 @@ class Run:
         # also if nobody iterates to the end.
         with ExitStack() as engines:
             engine = engines.enter_context(self.borrow_engine(len(texts), use_cache))
-            drafter: PromptLookup | DraftModel | None = None
-            if isinstance(draft, Run):
-                draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
-                drafter = DraftModel(draft.context_length, draft_engine)
-            elif draft:
-                drafter = PromptLookup()
+            tokens = sample_tokens(engine, texts)
+            if draft:
+                with explain_missing_part("drafting"):
+                    from gptmini.extras.engine import speculative  # noqa: PLC0415 - may be missing
+                drafter: Any = speculative.PromptLookup()
+                if isinstance(draft, Run):
+                    draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
+                    drafter = speculative.DraftModel(draft.context_length, draft_engine)
+                tokens = speculative.sample_speculatively(engine, drafter, texts)
             yield engine.name
-            if drafter is None:
-                yield from sample_tokens(engine, texts)
-            else:
-                yield from sample_speculatively(engine, drafter, texts)
+            yield from tokens
 
     def encode(self, text: str, name: str = "text", special: bool = False) -> list[int]:
         """Encode a text to the tokens that `model` takes.
@@ -419,16 +417,11 @@ class Run:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name, those in bfloat16 as they are; `model` would widen all."""
-        return dict(precision.iter_weights(self._model))
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of the tokenizer and of the weights of `model`."""
-        digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
-        for name, tensor in precision.iter_weights(self._model):
-            digest.update(name.encode())
-            digest.update(tensor.float().cpu().contiguous().numpy().data)
-        return digest.hexdigest()
+        model = self._model
+        return {
+            name: precision.dequantize(model.get_submodule(name.rpartition(".")[0]), weights)
+            for name, weights in model.state_dict().items()
+        }
 
     @contextmanager
     def borrow_engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
@@ -467,22 +460,22 @@ class Run:
             return self._engine
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """Encode a prompt; also return which tokens may come first, (V,), or None for all."""
-        allowed_first = None
-        if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
+        """Encode a prompt; also return the bias (V,) of the first token, or None."""
+        first_bias = None
+        if prompt.endswith(" ") and (self._space_bias == 0).sum() > 1:
             # Where words are tokens, a space belongs to the word behind it (" the"), and the model
             # has hardly seen one alone. So drop it, and let the first token bring it back.
             prompt = prompt[:-1]
-            allowed_first = self._begins_with_space
+            first_bias = self._space_bias
         if not prompt:
-            return [], allow_any_but_end(self.tokenizer) if allowed_first is None else allowed_first
-        return self.encode(prompt, "prompt", special), allowed_first
+            return [], ban_end_tokens(self.tokenizer) if first_bias is None else first_bias
+        return self.encode(prompt, "prompt", special), first_bias
 
     @cached_property
-    def _begins_with_space(self) -> Tensor:
-        """Mark the tokens that begin with a space, (V,)."""
+    def _space_bias(self) -> Tensor:
+        """The bias (V,) of a first token that begins with a space."""
         spellings = map(self.tokenizer.decode_token, range(self.tokenizer.vocab_size))
-        return torch.tensor([spelling.startswith(b" ") for spelling in spellings])
+        return torch.tensor([0.0 if each.startswith(b" ") else -torch.inf for each in spellings])
 
 
 def _pick_device(name: str, model: GPT) -> torch.device:

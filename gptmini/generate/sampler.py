@@ -7,8 +7,6 @@ the newer half of the context and prefills it again from position 0. Sliding wor
 rotary positions and for windowed layers alike, costs about one prefilled token for each token
 drawn, and shows the model the same tokens at the same positions with and without the cache.
 
-`speculative.py` draws the same tokens, several in one pass.
-
 V is the vocabulary.
 """
 

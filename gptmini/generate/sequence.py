@@ -26,15 +26,15 @@ def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     return tokenizer.add_bos(tokenizer.encode(sample.start).tolist()) or [tokenizer.eos_token_id]
 
 
-def allow_any_but_end(tokenizer: Tokenizer) -> Tensor:
-    """Mark the tokens that may begin a text, (V,): all but those that would end it at once.
+def ban_end_tokens(tokenizer: Tokenizer) -> Tensor:
+    """Make the bias (V,) of a first token that does not end its text at once.
 
     After a token that ends texts, a tied head expects the same again: few windows of training begin
     with one, to teach it otherwise.
     """
-    allowed = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
-    allowed[[*tokenizer.end_tokens]] = False
-    return allowed
+    bias = torch.zeros(tokenizer.vocab_size)
+    bias[tokenizer.end_tokens] = -torch.inf
+    return bias
 
 
 def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
@@ -85,7 +85,7 @@ class Sequence:
         bias: Tensor | None = None,
         prompt: str = "",
         tokenizer: Tokenizer | None = None,
-        allowed_first: Tensor | None = None,
+        first_bias: Tensor | None = None,
     ) -> None:
         """`number` selects the random numbers of this text.
 
@@ -101,8 +101,8 @@ class Sequence:
         # For the sampler and the drafters.
         self.sample = sample
         self.bias = bias  # (V,), added to all logits; -inf bans a token
+        self.first_bias = first_bias  # (V,), added to those of the first token as well
         self.prompt_tokens = prompt_tokens
-        self.allowed_first = allowed_first  # (V,), bool: tokens that may come first; None: all
         self.drafted = 0
         self.accepted = 0
         # For the engine. `context` is what the model sees, from position 0 on.
@@ -117,7 +117,7 @@ class Sequence:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""  # may be the beginning of a stop text
         # The prompt already shows the space that the first token brings along.
-        repeats_space = allowed_first is not None and prompt.endswith(" ")
+        repeats_space = first_bias is not None and prompt.endswith(" ")
         drops_space = tokenizer is not None and tokenizer.drops_first_space and not prompt
         self._drop_space = repeats_space or drops_space
 

@@ -171,20 +171,12 @@ class RunDirectory:
             yield
 
     def is_locked(self) -> bool:
-        """Tell whether a process is training this run, by sharing its lock for a moment.
-
-        False where that cannot be known.
-        """
+        """Tell whether a process is training this run; False where that cannot be known."""
         try:
-            import fcntl  # noqa: PLC0415 - not on Windows
-
             with files.open_regular(self.path / "lock") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except (ImportError, OSError):  # never trained, or without locks on this file system
+                return not files.try_lock(file.fileno())
+        except OSError:  # never trained
             return False
-        return False
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ class Progress:
     range of float16 and is 1 for other types; `deterministic` is that of Compute; `source` is what
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
     `own_model` says that it was trained with a custom model, which no configuration describes, and
-    `own_optimizer` names the class of a custom optimizer; None in runs of earlier versions.
+    `own_optimizer` names the class of a custom optimizer.
     """
 
     corpus: str
@@ -35,7 +35,7 @@ class Progress:
     deterministic: bool = False
     source: str = ""
     own_model: bool = False
-    own_optimizer: str | None = ""
+    own_optimizer: str = ""
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""

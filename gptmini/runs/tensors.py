@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError, safe_open
@@ -95,26 +95,18 @@ def compute_model_digest(folder: Path, manifest: Manifest) -> str:
 def read_tensors(folder: Path, names: list[str], manifest: Manifest) -> Tensors:
     """Read the tensors in some files of a checkpoint; CheckpointError if one is damaged."""
     tensors: Tensors = {}
-    for name in names:
-        tensors |= _load_tensors(folder / name, manifest)
+    for path in (folder / name for name in names):
+        check_file(path, manifest)
+        try:
+            with path.open("rb") as opened:
+                # By its number, as the library takes no name that is not UTF-8.
+                place = str(path) if files.IS_WINDOWS else f"/dev/fd/{opened.fileno()}"
+                with safe_open(place, "pt") as file:
+                    # Copied: the library's own are the file itself, which may be deleted or cut.
+                    tensors |= {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
     return tensors
-
-
-def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
-    """Read a file; CheckpointError if it does not match the manifest."""
-    check_file(path, manifest)
-    try:
-        # By its number, as the library takes no name that is not UTF-8.
-        with path.open("rb") as opened, safe_open(_name_by_number(opened, path), "pt") as file:
-            # Copied: the library's own tensors are the file itself, which may be deleted or cut.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
-
-
-def _name_by_number(opened: BinaryIO, path: Path) -> str:
-    """Return the name of an open file that holds no bytes of its owner's; Windows needs none."""
-    return str(path) if files.IS_WINDOWS else f"/dev/fd/{opened.fileno()}"
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:

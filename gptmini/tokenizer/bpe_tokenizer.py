@@ -120,7 +120,7 @@ def load_published_encoding(name: str) -> BpeTokenizer:
 
 
 def add_chat(tokenizer: BpeTokenizer) -> BpeTokenizer:
-    """Add the tokens and the template of ChatML to a published encoding, behind its own tokens."""
+    """Add the tokens and the template of ChatML to an encoding, behind its own tokens."""
     encoding = tokenizer.encoding
     added = {name: number for number, name in enumerate(CHAT_TOKENS, encoding.n_vocab)}
     return create_bpe_tokenizer(

@@ -43,17 +43,14 @@ def create_tokenizer(
             characters.update(text)
         return CharTokenizer("".join(characters), template)
     if kind == "bpe":
-        names = [END_OF_TEXT, *CHAT_TOKENS] if chat else [END_OF_TEXT]
-        ranks = learn_bpe(texts, (vocab_size or 0) - len(names))  # special tokens are the last
-        special_tokens = {name: number for number, name in enumerate(names, len(ranks))}
-        ends = [CHAT_TOKENS[1]] if chat else []
-        return create_bpe_tokenizer(
-            "bpe", WORD_PATTERN, ranks, special_tokens, ends=ends, chat_template=template
-        )
-    if kind.endswith(".json"):
+        n_special = 1 + len(CHAT_TOKENS) if chat else 1  # they are the last tokens
+        ranks = learn_bpe(texts, (vocab_size or 0) - n_special)
+        plain = create_bpe_tokenizer("bpe", WORD_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
+    elif kind.endswith(".json"):
         return load_tokenizer(Path(kind))
-    published = load_published_encoding(kind)
-    return add_chat(published) if chat else published
+    else:
+        plain = load_published_encoding(kind)
+    return add_chat(plain) if chat else plain
 
 
 def find_tokenizer(name: str) -> Tokenizer:

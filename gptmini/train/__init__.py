@@ -7,6 +7,5 @@ the user sees goes through reporter.py.
 
 gradients.py adds those of a step, group.py has what several processes do otherwise, and
 cuda_graph.py repeats passes on a GPU: skip them at first. api.py is `gptmini.fit`, all of it in a
-function; convert.py starts a run with fewer KV heads or a window, and evaluate_run.py measures a
-trained one.
+function, and evaluate_run.py measures a trained run.
 """

@@ -133,9 +133,8 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
-    state = {"own_optimizer": None, **checkpoint.state}
     try:
-        saved = Progress(**{entry.name: state[entry.name] for entry in fields(Progress)})
+        saved = Progress(**{each.name: checkpoint.state[each.name] for each in fields(Progress)})
     except KeyError as missing:
         raise CheckpointError(
             f"{run.checkpoints}: step {checkpoint.step} lacks {missing.args[0]}, perhaps begun by "
@@ -147,13 +146,12 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
         raise ConfigError(describe_own_model(run.path, remedy))
     if training.own.model is not None and not saved.own_model:
         raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
-    own_optimizer = training.progress.own_optimizer
-    if saved.step > 0 and saved.own_optimizer not in (None, own_optimizer):
+    if saved.step > 0 and saved.own_optimizer != training.progress.own_optimizer:
         raise ConfigError(
             f"{run.path}: was trained with {saved.own_optimizer or 'the optimizer of gptmini'}; "
             f"pass the same one to gptmini.fit, or choose another out"
         )
-    saved.own_optimizer = own_optimizer
+    saved.own_optimizer = training.progress.own_optimizer
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config.data.path, run.path))
     return saved

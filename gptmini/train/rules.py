@@ -8,6 +8,7 @@ Letters: B stories at once, T positions, V vocabulary.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
@@ -76,7 +77,7 @@ def _summarize(rule: str, rights: list[bool]) -> LearntRule:
     return LearntRule(rule, right / n, half_width, n, 1 / RULES[rule][0])
 
 
-def format_rules(rules: list[LearntRule]) -> list[str]:
+def format_rules(rules: Iterable[LearntRule]) -> list[str]:
     """Format what was measured as the lines of a table, with an example of each rule."""
     lines = ["rule      right         guess  example"]
     for each in rules:

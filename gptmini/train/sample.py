@@ -7,8 +7,9 @@ from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed
 from gptmini.generate.engine import TorchEngine
+from gptmini.generate.run import Run
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.sequence import Sequence, allow_any_but_end, build_token_bias, encode_start
+from gptmini.generate.sequence import build_token_bias
 from gptmini.plan.minutes import MAX_SAMPLE_SHARE
 from gptmini.train.state import Training
 
@@ -27,23 +28,14 @@ def generate_sample(training: Training) -> str:
     """
     limits = {"max_new_tokens": _limit_sample_tokens(training.config), "overflow": "stop"}
     settings = training.config.sample.model_copy(update=limits)
-    model = training.model
+    model = training.model.eval()
     tokenizer = training.corpus.tokenizer
-    context_length = training.config.model.context_length
     question = training.corpus.read_question()
-    if len(question) + settings.max_new_tokens > context_length:  # the answer must fit as well
-        question = []
-    beginning = question or encode_start(tokenizer, settings)
-    text = Sequence(
-        0,
-        beginning,
-        context_length,
-        settings,
-        build_token_bias(tokenizer, settings),
-        tokenizer=tokenizer,
-        allowed_first=None if question else allow_any_but_end(tokenizer),
-    )
-    model.eval()
+    if len(question) + settings.max_new_tokens > model.config.context_length:
+        question = []  # the answer must fit as well
+    run = Run(training.run.path, training.config, tokenizer, model)
+    bias = build_token_bias(tokenizer, settings)
+    text = run.create_text(0, question or "", settings, bias)
     started = time.perf_counter()
     seconds = _get_sample_seconds(training)
     with training.enter_inference(), machine.allow_varying_algorithms():
@@ -52,7 +44,7 @@ def generate_sample(training: Training) -> str:
             if time.perf_counter() - started > seconds:
                 break
     special = tokenizer.special_tokens.values()
-    shown = tokenizer.decode([token for token in beginning if token not in special])
+    shown = tokenizer.decode([token for token in text.prompt_tokens if token not in special])
     return (shown + text.text).lstrip()
 
 

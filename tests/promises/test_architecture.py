@@ -37,6 +37,7 @@ PARTS = [
     "extras.parallel",
     "extras.page",
     "extras.compare",
+    "extras.convert",
     "extras.interop",
     "extras.serve",
     "extras.sources",
@@ -50,6 +51,7 @@ LOADERS = {
     ("doors", "load_plots", "extras.plots"),
     ("doors", "load_replicas", "extras.parallel"),
     ("generate.engine", "open_engine", "extras.engine"),
+    ("generate.run", "_generate_tokens", "extras.engine"),
     ("generate.run", "find_copies", "extras.sources"),
     ("tokenizer.load", "_adopt_file", "extras.interop"),
     ("train.group", "join_group", "extras.parallel"),
@@ -81,11 +83,7 @@ IMPORTERS = {  # the only modules that import a library
     "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer"},
 }
 NEVER_LOADS = {  # importing the module on the left loads none of those on the right
-    "gptmini.train.loop": [
-        "gptmini.generate.speculative",
-        "gptmini.data.formats",
-        "gptmini.extras",
-    ],
+    "gptmini.train.loop": ["gptmini.data.formats", "gptmini.extras"],
     "gptmini.train.step": [
         "gptmini.plan",
         "gptmini.runs",

@@ -85,7 +85,7 @@ def publish(words: list[str], hub: LocalHub, folder: Path) -> None:
     for name in files_of(words):
         if name.startswith("hf:"):
             dataset = parse_dataset_name(name)
-            place = (dataset.pattern or "data").partition("/")[0]
+            place = (dataset.path or "data").partition("/")[0]
             files = {f"{place}/{split}-0000.parquet": parquet() for split in SPLITS}
             hub.add(dataset.name, files, "dataset")
     if words[1] == "import" and not words[2].startswith("runs/"):

@@ -103,9 +103,11 @@ def _order_tokens(scores: Tensor, is_sorted: Tensor, n: int) -> Tensor:
     Where `is_sorted` (B, 1) they run from the largest score to the smallest, of equal ones the
     first first; elsewhere by their numbers.
     """
-    # Which of equal values comes first is not fixed on a GPU, so no two keys are equal: see
-    # `ranking._sort_indices`.
-    bits = scores.view(torch.int32)
+    # Which of equal values comes first is not fixed on a GPU, so no two keys are equal: integers of
+    # 64 bits, with the score in the upper half and the token, counted down, in the lower. The bits
+    # of a float32 are in the order of the values, except that those of negative ones grow as they
+    # fall, so they are inverted.
+    bits = (scores + 0).view(torch.int32)  # of both zeros, those of one
     ordered = torch.where(is_sorted, bits ^ (bits >> 31 & 0x7FFFFFFF), 0).long()
     down = 0xFFFFFFFF - torch.arange(scores.shape[1], device=scores.device)
     keys = ordered << 32 | down  # (B, V)

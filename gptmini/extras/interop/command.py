@@ -95,7 +95,7 @@ def import_model(
     ),
 ) -> None:
     """Import GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3 or StarCoder2."""
-    from gptmini.extras.interop.hub_model import ModelName
+    from gptmini.data.hub import HubName
     from gptmini.extras.interop.import_model import (
         choose_run_name,
         parse_source,
@@ -104,7 +104,7 @@ def import_model(
     from gptmini.plan.cost import count_parameters
 
     source = parse_source(model)
-    if isinstance(source, ModelName) and Path(model).parent.is_dir():  # as of runs/NAME
+    if isinstance(source, HubName) and Path(model).parent.is_dir():  # as of runs/NAME
         say(f"{model}: no such folder here; looking for it on the Hugging Face Hub")
     out = out or RUNS_FOLDER / choose_run_name(source)
     config, tokenizer = write_imported_run(source, out, context_length)

@@ -6,13 +6,12 @@ template, and weights in safetensors or GGUF. Pickles and code are not.
 """
 
 import os
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from gptmini.console import say
 from gptmini.data import hub
-from gptmini.data.hub import Snapshot
+from gptmini.data.hub import HubName, Snapshot
 from gptmini.errors import CheckpointError, shorten
 from gptmini.extras.interop.gguf import import_gguf
 from gptmini.extras.interop.huggingface import (
@@ -24,11 +23,6 @@ from gptmini.extras.interop.huggingface import (
 )
 from gptmini.tokenizer.foreign import import_library
 
-NAME = re.compile(
-    rf"(?P<name>{hub.OWNER_AND_NAME})(@(?P<revision>{hub.REVISION}))?(/(?P<file>.+\.(?i:gguf)))?",
-    re.ASCII,
-)
-NAME_WITHOUT_OWNER = re.compile(rf"(?P<name>[\w.-]+)(@(?P<revision>{hub.REVISION}))?", re.ASCII)
 SETTINGS_FILES = (
     "adapter_config.json",
     "config.json",
@@ -40,44 +34,28 @@ SETTINGS_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class ModelName:
-    """A model of the Hub as it was named; `file` is that of a GGUF file in it."""
-
-    name: str
-    revision: str | None
-    file: str | None
-
-    def __str__(self) -> str:
-        """Write the name as `parse_model_name` reads it."""
-        revision = "" if self.revision is None else f"@{self.revision}"
-        file = "" if self.file is None else f"/{self.file}"
-        return f"{hub.PREFIX}{self.name}{revision}{file}"
-
-
-def parse_model_name(source: str) -> ModelName | None:
-    """Parse the name of a model on the Hub; None for a path.
+def parse_model_name(source: str) -> HubName | None:
+    """Parse the name of a model on the Hub, perhaps of a GGUF file in it; None for a path.
 
     Without `hf:`, whatever exists here is a path. Raises CheckpointError for a wrong name.
     """
-    name = source.removeprefix(hub.PREFIX)
-    match = NAME.fullmatch(name)
-    if name == source:
-        is_file = name.lower().endswith(".gguf") and name.count("/") < 2
-        if match is None or is_file or os.path.exists(source):
+    model = hub.parse_name(source.removeprefix(hub.PREFIX))
+    if model is not None and model.path is not None and not model.path.lower().endswith(".gguf"):
+        model = None
+    if not source.startswith(hub.PREFIX):
+        is_file = source.lower().endswith(".gguf") and source.count("/") < 2
+        has_owner = model is not None and "/" in model.name
+        if is_file or not has_owner or os.path.exists(source):
             return None
-    elif match is None:
-        match = NAME_WITHOUT_OWNER.fullmatch(name)  # such as hf:gpt2
-    if match is None:
+    if model is None:
         raise CheckpointError(
             f"{shorten(source)}: not a name on the Hub; write {hub.PREFIX}OWNER/NAME, "
             f"{hub.PREFIX}OWNER/NAME@REVISION or {hub.PREFIX}OWNER/NAME/FILE.gguf"
         )
-    parts = match.groupdict()
-    return ModelName(parts["name"], parts["revision"], parts.get("file"))
+    return model
 
 
-def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
+def fetch_model(model: HubName) -> tuple[HubName, Path]:
     """Download what the cache lacks of a model.
 
     Returns its name with the commit as the revision, and its folder in the cache or its GGUF file.
@@ -90,7 +68,7 @@ def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
     snapshot = hub.open_snapshot("model", model.name, model.revision)
     say(f"{hub.PREFIX}{model.name}: revision {snapshot.commit}")
     gguf_file = _choose_gguf_file(model, snapshot)
-    fetched = replace(model, revision=snapshot.commit, file=gguf_file)
+    fetched = replace(model, revision=snapshot.commit, path=gguf_file)
     if gguf_file is not None:
         import_gguf("GGUF files")
         (path,) = hub.download(snapshot, [gguf_file])
@@ -111,16 +89,16 @@ def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
     return fetched, snapshot.folder
 
 
-def _choose_gguf_file(model: ModelName, snapshot: Snapshot) -> str | None:
+def _choose_gguf_file(model: HubName, snapshot: Snapshot) -> str | None:
     """Choose the GGUF file to import; None if there are weights in safetensors.
 
     Raises CheckpointError if there is nothing to import, or several GGUF files to choose from.
     """
     gguf_files = [name for name in snapshot.files if name.lower().endswith(".gguf")]
-    if model.file is not None:
-        if model.file in snapshot.files:
-            return model.file
-        raise snapshot.make_error(f"has no file {model.file}; it has {hub.list_some(gguf_files)}")
+    if model.path is not None:
+        if model.path in snapshot.files:
+            return model.path
+        raise snapshot.make_error(f"has no file {model.path}; it has {hub.list_some(gguf_files)}")
     if INDEX_FILE in snapshot.files or WEIGHTS_FILE in snapshot.files:
         return None
     if len(gguf_files) == 1:

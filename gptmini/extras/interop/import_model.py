@@ -7,8 +7,9 @@ from typing import Any
 from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
 from gptmini.console import show_elapsed
+from gptmini.data.hub import HubName
 from gptmini.extras.interop.gguf_reader import read_gguf
-from gptmini.extras.interop.hub_model import ModelName, fetch_model, parse_model_name
+from gptmini.extras.interop.hub_model import fetch_model, parse_model_name
 from gptmini.extras.interop.huggingface import read_model, read_sampling, read_tokenizer
 from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
@@ -42,7 +43,7 @@ def import_model(source: str | Path, out: str | Path, context_length: int | None
     return load_run(out, weights="float32")
 
 
-def parse_source(source: str | Path) -> ModelName | Path:
+def parse_source(source: str | Path) -> HubName | Path:
     """Tell a name on the Hub from the path of a folder or GGUF file.
 
     Raises CheckpointError for a wrong name.
@@ -50,18 +51,18 @@ def parse_source(source: str | Path) -> ModelName | Path:
     return parse_model_name(str(source)) or Path(source)
 
 
-def choose_run_name(source: ModelName | Path) -> str:
+def choose_run_name(source: HubName | Path) -> str:
     """Choose how a run of the model is called."""
-    path = source.resolve() if isinstance(source, Path) else Path(source.file or source.name)
+    path = source.resolve() if isinstance(source, Path) else Path(source.path or source.name)
     return re.sub(r"(?i)\.gguf$", "", path.name)
 
 
 def write_imported_run(
-    source: ModelName | Path, out: Path, context_length: int | None
+    source: HubName | Path, out: Path, context_length: int | None
 ) -> tuple[ModelConfig, Tokenizer]:
     """Write the run of `import_model` without loading it; return its model's settings."""
     with files.atomic_output(out) as partial:
-        if isinstance(source, ModelName):
+        if isinstance(source, HubName):
             source, path = fetch_model(source)
         else:
             path = source

@@ -213,7 +213,7 @@ def test_the_version(gptmini):
 def test_help_lists_train_and_generate_first(gptmini):
     commands = re.findall(r"^  ([a-z]+)  ", gptmini("--help")[1].partition("Commands:")[2], re.M)
     assert commands[:2] == ["train", "generate"]
-    assert commands[2:8] == ["chat", "score", "evaluate", "inspect", "convert", "runs"]
+    assert commands[2:8] == ["chat", "score", "evaluate", "inspect", "runs", "settings"]
     assert commands[-2:] == ["data", "tokenizer"]
 
 

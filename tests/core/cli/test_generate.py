@@ -53,11 +53,6 @@ def test_json_holds_samples_speed_and_engine(gptmini, run):
     assert found["tokens_per_second"] > 0
     assert 0 < found["time_to_first_token"] < 60
     assert found["engine"] in ("compiled", "torch")
-    again = json.loads(gptmini(*words, "--lookup")[1])
-    by_draft = json.loads(gptmini(*words, "--draft", run)[1])
-    texts = [[sample["tokens"] for sample in each["samples"]] for each in (found, again, by_draft)]
-    assert texts[0] == texts[1] == texts[2]
-    assert by_draft["drafted"] == by_draft["accepted"] > 0
 
 
 def test_options_reach_the_sampler_and_override_set(gptmini, run):

@@ -15,7 +15,8 @@ from huggingface_hub import constants
 
 from gptmini.config.settings import DataConfig
 from gptmini.config.yamlfile import read_file
-from gptmini.data.hub_dataset import DatasetName, fetch_dataset, parse_dataset_name, pin_revision
+from gptmini.data.hub import HubName
+from gptmini.data.hub_dataset import fetch_dataset, parse_dataset_name, pin_revision
 from gptmini.data.text import find_text
 from gptmini.errors import DataError
 from tests.local_hub import LocalHub
@@ -63,7 +64,7 @@ def test_names_have_a_revision_and_a_pattern():
         ("squad", None, None),
         ("gpt2", "main", "x"),
     ):
-        dataset = DatasetName(name, revision, pattern)
+        dataset = HubName(name, revision, pattern)
         assert parse_dataset_name(str(dataset)) == dataset
     for wrong in ("hf:", "hf:a/b:c:train", "hf:a b", "hf:/a", "hf:a/b@/c", "hf:../b", "hf:a/b/"):
         with pytest.raises(DataError, match=wrong):

@@ -11,10 +11,12 @@ from gptmini.generate.filters import (
     compute_logprob,
     draw_token,
     filter_probabilities,
+    find_heaviest,
+    find_top_k,
     make_random_number,
+    sample_index,
     sample_token,
 )
-from gptmini.generate.ranking import find_heaviest, find_top_k, sample_index
 from gptmini.generate.sequence import Sequence
 
 OPEN = {"temperature": 1.0, "top_k": None}

@@ -1,13 +1,10 @@
-"""Every engine, batch and drafter draws the same tokens."""
+"""Every engine and batch draws the same tokens."""
 
-import functools
 import subprocess
 import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
@@ -15,7 +12,6 @@ from gptmini.generate import engine as torch_engine
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.sequence import Sequence
-from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.model.gpt import GPT
 from tests.support import tiny
 
@@ -51,16 +47,12 @@ def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
 
 def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:
     """What follows each of the prompts, drawn together."""
-    drafter = given.pop("drafter", None)
     numbers = given.pop("numbers", range(len(prompts)))
     sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
     limit = model.config.context_length
     texts = [Sequence(n, prompt, limit, sample) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
-    tokens = sample_tokens(together, texts)
-    if drafter is not None:
-        tokens = sample_speculatively(together, drafter, texts)
-    for text, token, logits in tokens:
+    for text, token, logits in sample_tokens(together, texts):
         assert text.tokens[-1] == token
         assert logits.shape == (50,)
     return [text.tokens for text in texts]
@@ -125,7 +117,7 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
 def test_sampling_loads_no_model_no_run_and_no_extras():
     check = (
         "import sys, gptmini.generate.sampler as _; "
-        "others = ('model', 'extras', 'runs', 'data', 'generate.engine', 'generate.speculative'); "
+        "others = ('model', 'extras', 'runs', 'data', 'generate.engine'); "
         "sys.exit(any(f'gptmini.{name}' in sys.modules for name in others))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
@@ -187,10 +179,10 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
 
 
 def test_the_first_token_may_be_limited_and_no_other():
-    model, allowed = model_of(), torch.zeros(50, dtype=torch.bool)
-    allowed[7] = True
+    model, first_bias = model_of(), torch.full((50,), -torch.inf)
+    first_bias[7] = 0
     sample = SampleConfig(max_new_tokens=20, temperature=1.0)
-    text = Sequence(0, [3, 1, 4], LIMIT, sample, allowed_first=allowed)
+    text = Sequence(0, [3, 1, 4], LIMIT, sample, first_bias=first_bias)
     for _ in sample_tokens(TorchEngine(model), [text]):
         pass
     assert text.tokens[0] == 7
@@ -217,86 +209,3 @@ def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
     assert seen[0] == 16  # the last context of the prompt
     assert sum(seen) <= 3 * 160
     assert max(seen) == 16
-
-
-class Oracle:
-    """Drafts the tokens that will be drawn, except at the places in `wrong`."""
-
-    def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
-        self._texts, self._wrong = texts, wrong
-
-    def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
-        drafts = []
-        for text, limit in zip(texts, limits, strict=True):
-            start = len(text.tokens)
-            ahead = self._texts[text.number][start : start + limit]
-            drafts.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
-        return drafts
-
-
-PROMPTS = [[3, 1, 4, 1], [5], list(range(20))]
-
-
-@functools.cache
-def drawn_without_drafts(engine: str, window: int | None, temperature: float) -> list[list[int]]:
-    return drawn(
-        model_of(extra={"window": window}),
-        PROMPTS,
-        engine,
-        max_new_tokens=40,
-        temperature=temperature,
-    )
-
-
-@settings(max_examples=5, deadline=None)
-@given(wrong=st.sets(st.integers(0, 39)), temperature=st.sampled_from([0, 1.0]))
-@pytest.mark.parametrize("engine", WITH_FASTEST)
-@pytest.mark.parametrize("window", [None, 5])
-def test_drafts_right_or_wrong_change_no_token(engine, window, wrong, temperature):
-    model = model_of(extra={"window": window})
-    given = {"max_new_tokens": 40, "temperature": temperature}
-    plain = drawn_without_drafts(engine, window, temperature)
-    oracle = Oracle(plain, wrong)
-    assert drawn(model, PROMPTS, engine, **given, drafter=oracle) == plain
-    (alone,) = drawn(model, PROMPTS[:1], engine, **given, drafter=oracle)
-    assert alone == plain[0]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_lookup_and_draft_draw_what_the_model_draws(engine):
-    model, other = model_of(), model_of("mqa", "learned", seed=6)
-    given = {"max_new_tokens": 60, "temperature": 0.3}
-    plain = drawn(model, [[3, 1, 4]], engine, **given)
-    sample = SampleConfig.model_validate({"top_k": None, **given})
-    for drafting, right in ((model, True), (other, False)):
-        text = Sequence(0, [3, 1, 4], LIMIT, sample)
-        draft = DraftModel(LIMIT, engine_of(drafting, "torch"))
-        for _ in sample_speculatively(engine_of(model, engine), draft, [text]):
-            pass
-        assert [text.tokens] == plain
-        assert (text.accepted == text.drafted > 30) == right
-    assert drawn(model, [[3, 1, 4]], engine, **given, drafter=PromptLookup()) == plain
-
-
-def test_a_prefill_carries_no_drafts():
-    class Everywhere:
-        def __call__(self, texts: list[Sequence], limits: list[int]) -> list[list[int]]:
-            limits_seen.append(limits[0])
-            return [[1] * limit for limit in limits]
-
-    limits_seen: list[int] = []
-    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, drafter=Everywhere())
-    assert limits_seen[0] == 0
-    assert max(limits_seen) == 3
-    assert limits_seen.count(0) > 1  # also after each slide
-
-
-def test_lookup_drafts_what_followed_last_time():
-    text = Sequence(0, [1, 2, 3, 4, 1, 2], LIMIT)
-    lookup = PromptLookup()
-    assert lookup([text], [2]) == [[3, 4]]
-    text.tokens += [9]
-    assert lookup([text], [4]) == [[]]
-    text.tokens += [1, 2]
-    assert lookup([text], [4]) == [[9, 1, 2]]  # the latest place
-    assert lookup([Sequence(1, [5], LIMIT)], [4]) == [[]]

@@ -21,7 +21,7 @@ from gptmini.generate.run import load_run
 from gptmini.plan import minutes, reconcile
 from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import convert, loop
+from gptmini.train import loop
 from gptmini.train.evaluate_run import evaluate_run, load_corpus
 from tests.support import SMALL, tiny
 from tests.support import train as begin_training
@@ -328,18 +328,6 @@ def test_a_plan_needs_no_weights(base, requested, tmp_path):
     config = make_plan(requested, None, dry_run=True).config
     assert config.model.n_kv_head == 2
     assert config.base.sha256 is None
-
-
-def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, requested, tune, tmp_path):
-    run = load_run(tune(requested).path, "cpu", "float32")
-    shutil.rmtree(base.path)
-    mqa = {"variant": "mqa", "n_kv_head": None}
-    out = tmp_path / "pooled"
-    config = convert.convert_run(run, mqa, 2, out)
-    assert config.base.run is None
-    assert RunDirectory(out).load_tokenizer().fingerprint == run.tokenizer.fingerprint
-    begin_training(RunDirectory(out).load_config(), out)
-    assert RunDirectory(out).list_steps()[0] == 2
 
 
 # -- the command line ------------------------------------------------------------------------------

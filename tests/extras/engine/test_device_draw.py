@@ -40,10 +40,11 @@ def make_text(number: int, settings: dict[str, Any], random: torch.Generator) ->
     def pick(n: int) -> list[int]:
         return torch.randint(VOCABULARY, (n,), generator=random).tolist()
 
-    allowed = None
+    first_bias = None
     if number % 5 == 0:
-        allowed = torch.rand(VOCABULARY, generator=random) < 0.3
-    text = Sequence(number, pick(6), 100, sample, allowed_first=allowed)
+        is_allowed = torch.rand(VOCABULARY, generator=random) < 0.3
+        first_bias = torch.where(is_allowed, 0.0, -torch.inf)
+    text = Sequence(number, pick(6), 100, sample, first_bias=first_bias)
     text.tokens = pick(9) * 2 if number % 3 else []
     if number % 4 == 0:
         text.bias = torch.randn(VOCABULARY, generator=random)

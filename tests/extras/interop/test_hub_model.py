@@ -13,9 +13,10 @@ pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 from huggingface_hub import constants, file_download
 from safetensors.torch import load, save
 
+from gptmini.data.hub import HubName
 from gptmini.extras.interop import hub_model
 from gptmini.extras.interop.export import export_run
-from gptmini.extras.interop.hub_model import ModelName, parse_model_name
+from gptmini.extras.interop.hub_model import parse_model_name
 from gptmini.extras.interop.huggingface import INDEX_FILE
 from gptmini.extras.interop.import_model import choose_run_name, import_model
 from gptmini.generate.run import load_run
@@ -192,10 +193,10 @@ def test_what_exists_here_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     for name in ("hf:a/b", "hf:a/b@v1", "hf:a/b@v1/c/d.gguf", "hf:a/b/D.GGUF", "hf:gpt2"):
         assert str(parse_model_name(name)) == name
     assert choose_run_name(parse_model_name("hf:a/b/D.GGUF")) == "D"
-    assert parse_model_name("hf:runs/my-hf") == ModelName("runs/my-hf", None, None)
-    assert parse_model_name("hf:gpt2@main") == ModelName("gpt2", "main", None)
-    assert parse_model_name("a/b@refs/pr/3") == ModelName("a/b", "refs/pr/3", None)
-    assert parse_model_name("a/b@v1/c/d.gguf") == ModelName("a/b", "v1", "c/d.gguf")
+    assert parse_model_name("hf:runs/my-hf") == HubName("runs/my-hf", None, None)
+    assert parse_model_name("hf:gpt2@main") == HubName("gpt2", "main", None)
+    assert parse_model_name("a/b@refs/pr/3") == HubName("a/b", "refs/pr/3", None)
+    assert parse_model_name("a/b@v1/c/d.gguf") == HubName("a/b", "v1", "c/d.gguf")
     for path in (
         "nowhere",
         "./a/b",

@@ -66,7 +66,7 @@ def test_a_prompt_that_is_scored_keeps_its_last_space():
         scored = {"prompt": "the ", "echo": True, "max_tokens": max_tokens}
         (request,) = complete(run, logprobs=1, **scored).requests
         assert request.text.prompt_tokens == run.encode("the ")
-        assert request.text.allowed_first is None
+        assert request.text.first_bias is None
         (request,) = complete(run, **scored).requests  # otherwise the first token brings it back
         assert request.text.prompt_tokens == run.encode("the")
 

@@ -22,8 +22,8 @@ def convert(
     path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.config.load import parse_attention
+    from gptmini.extras.convert import convert
     from gptmini.generate.run import load_run
-    from gptmini.train import convert
 
     changes = parse_attention(attention, "--attention")
     trained = load_run(path, weights="float32")
@@ -43,3 +43,6 @@ def convert(
         f"{format_count(config.train.steps, 'step')} with:"
     )
     say(f"  {command}")
+
+
+COMMANDS = {"convert": convert}

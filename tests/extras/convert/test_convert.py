@@ -1,17 +1,19 @@
 """Pooling KV heads: exact where nothing is pooled, right where heads agree, and trainable."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from gptmini.config.load import validate
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
+from gptmini.extras.convert import convert
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import convert
 from tests.support import tiny, train
 
 TOKENS = torch.arange(24).view(2, 12)
@@ -103,3 +105,20 @@ def test_conversions_that_cannot_work_are_refused(trained, tmp_path):
         convert.convert_run(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b")
     with pytest.raises(ConfigError, match="already exists"):
         convert.convert_run(trained, half, None, tmp_path / "half")
+
+
+def test_a_tuned_run_is_converted_with_its_own_tokenizer(text_file, tmp_path):
+    learned = {"kind": "bpe", "vocab_size": 300}
+    train(tiny(data={"path": str(text_file)}, tokenizer=learned), tmp_path / "base")
+    (tmp_path / "other.txt").write_text("12 apples, 13 pears and the fox\n" * 60)
+    tuned = {"base": {"run": str(tmp_path / "base")}, "data": {"path": str(tmp_path / "other.txt")}}
+    few = {"steps": 2, "eval_every": 2, "batch_size": 4}
+    train(validate({**tuned, "train": few}, {}), tmp_path / "tuned")
+    run = load_run(tmp_path / "tuned", "cpu", "float32")
+    shutil.rmtree(tmp_path / "base")
+    out = tmp_path / "pooled"
+    config = convert.convert_run(run, {"variant": "mqa", "n_kv_head": None}, 2, out)
+    assert config.base.run is None
+    assert RunDirectory(out).load_tokenizer().fingerprint == run.tokenizer.fingerprint
+    train(RunDirectory(out).load_config(), out)
+    assert RunDirectory(out).list_steps()[0] == 2
