@@ -266,8 +266,7 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        name = f"{text.hash_split(split)[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"
-        path = files.get_cache_folder() / name
+        path = _name_token_file(text.hash_split(split), tokenizer)
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:
@@ -279,3 +278,8 @@ def _get_token_files(
             token_file.write_token_files(missing, encoded, tokenizer)
         opened |= {split: TokenFile(path, tokenizer) for split, path in missing.items()}
     return opened
+
+
+def _name_token_file(digest: str, tokenizer: Tokenizer) -> Path:
+    """Name the token file of a text after what decides its tokens."""
+    return files.get_cache_folder() / f"{digest[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"

@@ -7,6 +7,7 @@ raises a DataError with the file and the position.
 import codecs
 import csv
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -62,7 +63,14 @@ Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
 
 @cache  # a text is read several times
 def warn_once(*lines: str) -> None:
-    """Warn about a text, once in a command."""
+    """Warn about a text, unless an earlier command did: the cache remembers."""
+    hashed = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
+    told = files.get_cache_folder() / f"{hashed[:20]}.told"
+    with suppress(OSError):  # a cache that cannot be written
+        if told.exists():
+            return
+        told.parent.mkdir(parents=True, exist_ok=True)
+        told.touch()
     warn(lines[0])
     for line in lines[1:]:
         say(f"  {line}")

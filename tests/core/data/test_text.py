@@ -11,6 +11,7 @@ import pytest
 
 from gptmini import files
 from gptmini.config.settings import DataConfig
+from gptmini.data.formats import warn_once
 from gptmini.data.text import BUILTIN_CORPORA, Split, find_text, spool_stdin
 from gptmini.errors import DataError
 from tests.support import needs_posix
@@ -129,14 +130,22 @@ def test_of_many_skipped_files_one_of_records_is_named(folder: Path, capsys):
     assert "events.jsonl:1: no field 'text'" in warning
 
 
-def test_a_warning_comes_once_in_a_command(folder: Path, capsys):
+def test_a_warning_comes_once_for_all_commands(folder: Path, capsys):
     (folder / "cover.jpg").write_bytes(b"\0")
     for expected in (1, 0):
+        warn_once.cache_clear()  # as in another process
         texts(str(folder))
         assert capsys.readouterr().err.count("warning: ") == expected
     (folder / "e.txt").write_text("e")
     texts(str(folder))
     assert "1 of 7 files skipped" in capsys.readouterr().err
+
+
+def test_a_warning_needs_no_cache(folder: Path, capsys, monkeypatch):
+    monkeypatch.setenv("GPTMINI_CACHE", "/dev/null/x")
+    (folder / "cover.jpg").write_bytes(b"\0")
+    texts(str(folder))
+    assert "1 of 6 files skipped" in capsys.readouterr().err
 
 
 def test_a_file_that_is_read_twice_is_reported(folder: Path, capsys, monkeypatch):
