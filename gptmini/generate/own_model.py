@@ -48,11 +48,18 @@ def check_cache(model: GPT) -> None:
     It asks a copy: what a module keeps of a pass in inference mode cannot be trained through.
     """
     asked = copy.deepcopy(model).eval()
+    reached = [""]
+    for layer, block in enumerate(asked.blocks):
+        block.register_forward_pre_hook(
+            lambda _, inputs, layer=layer: reached.append(
+                f"layer {layer}, x {tuple(inputs[0].shape)}: "
+            )
+        )
     try:
         difference = _measure_difference(asked)
         problem = "" if difference <= TOLERANCE else f"logits differ by {difference:.0%}"
     except Exception as error:  # modules of your own may raise anything
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{reached[-1]}{type(error).__name__}: {error}"
     model.uses_cache = not problem
     if problem:
         warn(

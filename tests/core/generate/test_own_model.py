@@ -107,7 +107,7 @@ def test_loaded_again_it_evaluates_and_generates_alone_as_in_a_batch(config, cap
 
 @pytest.mark.parametrize(
     ("attention", "problem"),
-    [(Forgetful, "(logits differ by"), (Larger, "(RuntimeError: shape mis")],
+    [(Forgetful, "(logits differ by"), (Larger, "(layer 0, x (2, 8, 32): RuntimeError: shape mis")],
 )
 def test_one_that_breaks_the_cache_is_told_so_and_generates_without(
     attention, problem, config, capfd
