@@ -19,7 +19,7 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
-from gptmini.console import format_bytes, show_byte_progress
+from gptmini.console import format_bytes, format_count, show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
@@ -169,9 +169,14 @@ def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
         for file in token_files:
             if len(file) >= window:
                 continue
+            amount = ""
+            if text.has_conversations:
+                chunks = chain.from_iterable(each.iter_chunks() for each in text.texts)
+                count = sum(chunk.messages is not None for chunk in chunks)
+                amount = f" ({format_count(count, 'conversation')})"
             needed = format_bytes(text.bytes * window / max(1, len(file)))
             raise DataError(
-                f"{corpus.name}: too short for {split} in windows of {window:,} tokens; "
+                f"{corpus.name}: too short{amount} for {split} in windows of {window:,} tokens; "
                 f"use about {needed} of text or more, or lower train.seq_len"
             )
 

@@ -264,6 +264,13 @@ def test_prose_alone_gets_neither(tmp_path):
     assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 257)
 
 
+def test_too_few_conversations_are_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 2)
+    config = tiny(data={"path": str(path)}, model={"context_length": 256})
+    with pytest.raises(DataError, match=r"too short \(2 conversations\) for"):
+        corpus.prepare_corpus(config)
+
+
 @pytest.mark.parametrize("split", ["tail", "documents"])
 def test_conversations_are_held_out_whole(tmp_path, split):
     records = [{"messages": [ASK, {**ANSWER, "content": f"{n}."}]} for n in range(200)]
