@@ -92,7 +92,8 @@ def generate(
     if as_json:
         _print_json(list(batches))
     else:
-        _print_texts(text, samples, batches)
+        shown = text or settings.get("start", trained.config.sample.start) or ""
+        _print_texts(shown, samples, batches)
 
 
 def _check_prompts(

@@ -95,7 +95,8 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     for line in read_metrics(trained.run.metrics_file):
         if line["step"] == best and "sample" in line:
             say("")
-            say(f"what the model writes (after step {best}, its best):")
+            worse = "" if best == trained.step else "; later steps made it worse"
+            say(f"what the model writes (after step {best}{worse}):")
             say("")
             stream_to_stdout([line["sample"], "\n"])
     say("")
@@ -113,6 +114,9 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     use = f"chat {name}" if trained.corpus.has_ignored else f"generate {name} --prompt {prompt}"
     say(f"try it:         gptmini {use}")
     say(f"look inside:    gptmini inspect {name} --prompt {prompt} --out page.html")
+    if trained.plan.request.minutes is not None:
+        longer = 2 * trained.plan.request.minutes
+        say(f"train longer:   gptmini train {name} --minutes {longer:g}")
     if STORIES in trained.config.data.path:
         say("your own text:  gptmini train --data FILE --minutes 10")
 

@@ -102,8 +102,8 @@ class Machine:
         if seconds[-1] < MAX_SHARE_OF_TIME_WITH_ONE_THREAD * seconds[0]:
             chosen = 1
             say(
-                f"  threads   1, not {computes[0].threads}: a step takes {seconds[1]:.3g} s, not "
-                f"{seconds[0]:.3g}; --threads sets another number"
+                f"  threads   1, as that is faster here: a step takes {seconds[1]:.3g} s, with "
+                f"{computes[0].threads} threads {seconds[0]:.3g} s"
             )
         machine = replace(self, compute=computes[chosen])
         return replace(machine, slowness=seconds[chosen] / machine.predict_step(config))

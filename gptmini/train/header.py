@@ -108,12 +108,12 @@ def _describe_time(training: Training) -> str:
     machine = training.plan.machine
     length = format_count(train.steps, "step")
     if training.steps_follow_minutes and train.minutes is not None:
-        length = f"up to {format_count(train.minutes, 'minute')}: about {length}"
+        length = f"up to {format_count(train.minutes, 'minute')}: about {length}, adjusted on the way"
     elif machine.slowness is not None:
         seconds = train.steps * machine.estimate_seconds_per_step(training.config)
         length = f"about {format_duration(max(1, seconds))}: {length}"
     epochs = count_epochs(training.config, training.plan.text_size)
-    line = f"  time      {length}, which read the text {epochs:.1f} times"
+    line = f"  time      {length}, reading the text {epochs:.1f} times"
     if training.step:
         line += f"; resuming after step {training.step:,}"
     return line

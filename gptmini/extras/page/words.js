@@ -90,7 +90,7 @@ const WORDS = {
     "Your text goes on with {token}: {chance}, rank {rank}.",
     "你的文本接着是 {token}：{chance}，排名第 {rank}。",
   ],
-  expectOpen: ["Not written yet: “One token” draws it.", "尚未写出：按“一个词元”抽取。"],
+  expectOpen: ["The text ends here: “One token” adds the next.", "尚未写出：按“一个词元”抽取。"],
   barsHelp: [
     "{pale} expected, at temperature {temperature} {solid} chance to be drawn, after the filters",
     "{pale} 温度 {temperature} 下的预期 {solid} 过滤后被抽中的机会",
@@ -320,8 +320,8 @@ const WORDS = {
     "点按一个部件将其关闭，页面底部的一栏显示预测如何变化。数字是该部件直接加到 {token} 的 logit 上的量，相对于所有词元的平均（蓝色升高，橙色降低）。",
   ],
   causeSum: [
-    "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit} − mean of all logits {mean}",
-    "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit} − 所有 logit 的均值 {mean}",
+    "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit} − mean of all logits ({mean})",
+    "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit} − 所有 logit 的均值（{mean}）",
   ],
   wholeLayer: ["whole layer", "整层"],
   allHeads: ["all heads", "所有头"],

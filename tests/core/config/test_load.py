@@ -257,12 +257,12 @@ def test_minutes_on_the_command_line_win_over_the_steps_of_a_file(tmp_path: Path
 
 def test_the_default_configuration_states_the_model_and_leaves_open_what_is_chosen():
     default = load_config(DEFAULT_CONFIG_FILE, [])
-    assert default.model == ModelConfig(n_layer=2, n_head=3, d_model=192)
+    assert default.model == ModelConfig(n_layer=2, d_model=192)
     assert (default.tokenizer, default.data) == (Config().tokenizer, Config().data)
     assert default.train == Config().train.model_copy(update={"minutes": 2.0, "embed_lr": 12e-3})
     planned = load_config(DEFAULT_CONFIG_FILE, [("--minutes", ("train", "minutes"), 5.0)])
     assert not planned.tokenizer.model_fields_set
-    assert not {"context_length", "dropout"} & planned.model.model_fields_set
+    assert not {"n_head", "context_length", "dropout"} & planned.model.model_fields_set
     assert not {"steps", "batch_size", "eval_every", "compile"} & planned.train.model_fields_set
 
 

@@ -164,7 +164,7 @@ def test_all_held_out_text_is_read_where_that_takes_a_tenth_of_the_time(seconds,
 
 def test_the_default_configuration_leaves_rows_to_the_minutes():
     plan = planned(load_config(DEFAULT_CONFIG_FILE, []), 300)
-    assert (plan.model.n_layer, plan.model.d_model) == (2, 192)
+    assert (plan.model.n_layer, plan.model.n_head, plan.model.d_model) == (2, 3, 192)
     assert (plan.model.context_length, plan.train.batch_size) == (512, 8)
 
 

@@ -320,7 +320,7 @@ def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):
     train(tiny(data={"path": str(text_file)}, model=model, train={"steps": 1}))
     err = capsys.readouterr().err
     assert ": 1 layer, width 32, 1 head, window 4, context 16" in err
-    assert re.search("  time      about .*: 1 step, which read the text", err)
+    assert re.search("  time      about .*: 1 step, reading the text", err)
 
 
 def test_a_resumed_run_deletes_what_a_kill_left(train, config, monkeypatch):
