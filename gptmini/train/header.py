@@ -108,7 +108,9 @@ def _describe_time(training: Training) -> str:
     machine = training.plan.machine
     length = format_count(train.steps, "step")
     if training.steps_follow_minutes and train.minutes is not None:
-        length = f"up to {format_count(train.minutes, 'minute')}: about {length}, adjusted on the way"
+        length = (
+            f"up to {format_count(train.minutes, 'minute')}: about {length}, adjusted on the way"
+        )
     elif machine.slowness is not None:
         seconds = train.steps * machine.estimate_seconds_per_step(training.config)
         length = f"about {format_duration(max(1, seconds))}: {length}"

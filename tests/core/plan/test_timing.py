@@ -117,7 +117,9 @@ def test_one_thread_computes_where_all_are_slower(monkeypatch, capsys, busy, thr
     assert [n for _, n in clock.passes] == [1, 2, 1, 2, 1]
     seconds = 0.16 if threads == 1 else 0.08 * busy
     assert machine.estimate_seconds_per_step(config) == pytest.approx(seconds)
-    assert ("  threads   1, as that is faster here: a step takes 0.16 s, with 2 threads" in capsys.readouterr().err) == warned
+    assert (
+        "  threads   1, as that is faster here: a step takes 0.16 s" in capsys.readouterr().err
+    ) == warned
 
 
 def test_a_run_keeps_its_threads(monkeypatch, text_file, tmp_path):
