@@ -77,7 +77,7 @@ def select(tab: Any, place: int) -> None:
 def test_it_opens_on_the_last_token_of_a_prompt(visit):
     tab = visit(build_page(random_run(), prompt=PROMPT))
     assert tab.evaluate("now.at") == len(PROMPT) - 1
-    assert "Not written yet" in tab.locator(".outcome").inner_text()
+    assert "The text ends here" in tab.locator(".outcome").inner_text()
 
 
 def test_what_came_is_said_with_its_chance_and_rank(visit):

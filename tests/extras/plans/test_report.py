@@ -37,7 +37,7 @@ def test_a_plan_is_what_the_training_does(gptmini, text_file, tmp_path):
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     last = lines[-1]
     assert (found["steps"], found["tokens"]["seen"]) == (last["step"], last["tokens"])
-    assert f"read the text {found['tokens']['epochs']:.1f} times" in err
+    assert f"reading the text {found['tokens']['epochs']:.1f} times" in err
     assert found["tokens"]["compute_optimal"] == 20 * count
     assert found["time"]["evaluations"] == sum("val_loss" in line for line in lines) == 3
 
