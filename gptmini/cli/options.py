@@ -58,7 +58,7 @@ NEWEST_RUN_HELP = "the last one trained in runs/"
 _CONFIG_HELP = "A text, a YAML file, a name in configs/, or a run."
 _DATA_HELP = "Text: file, folder, '*.txt', - (stdin), builtin:stories or hf:OWNER/NAME; repeatable."
 _SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."
-_ATTENTION_HELP = "mha, mqa, gqa:N (N KV heads) or window:N (last N positions)."
+_ATTENTION_HELP = "mha, mqa, gqa:N (KV heads), window:N (last N positions) or gqa:N+window:N."
 _MINUTES_HELP = "Train for X minutes; sizes you left open are chosen to fit."
 _THREADS_HELP = "CPU threads; try 1 beside other busy programs."
 _BASE_HELP = "Fine-tune this run: start a new one from its best weights."
@@ -138,7 +138,7 @@ def build_config(
     assignments: list[str] | None = None,
     base: Path | None = None,
 ) -> "Config":
-    """Build the configuration of a command line: a file, then --set, then the other options.
+    """Build the configuration of a command line: a file, --attention, --set, the other options.
 
     `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration, or
     what it was resolved to. Without a name and a text, the file is the default configuration.
@@ -161,15 +161,16 @@ def build_config(
     if file is None and not data:
         file = load.DEFAULT_CONFIG_FILE
 
-    overrides = parse_assignments(assignments)
+    overrides = []
+    if attention is not None:
+        label = f"--attention {shorten(attention)}"
+        for key, value in load.expand_attention(attention, "--attention").items():
+            overrides.append((label, (*load.ATTENTION, key), value))
+    overrides += parse_assignments(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
     if base is not None:
         overrides.append(("--from", ("base", "run"), str(base)))
-    if attention is not None:
-        label = f"--attention {shorten(attention)}"
-        for key, value in load.parse_attention(attention, "--attention").items():
-            overrides.append((label, ("model", "attention", key), value))
     given = {label: value for label, value in (train_options or {}).items() if value is not None}
     if {"--steps", "--minutes"} <= given.keys():
         raise ConfigError("--steps and --minutes: each says how long to train; pass one of them")

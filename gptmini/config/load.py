@@ -1,8 +1,8 @@
 """Load configurations from YAML files and the command line.
 
-The defaults come first, then a file, then `--set`, then the other options; each overrides the one
-before. Mistakes are reported at once, each with the place where it was made; contradictions between
-the settings of a section, once each is well-formed.
+The defaults come first, then a file, `--attention`, `--set` and the other options; each overrides
+those before. Mistakes are reported at once, each with the place where it was made; contradictions
+between the settings of a section, once each is well-formed.
 """
 
 import difflib
@@ -27,7 +27,9 @@ SET_BY_MINUTES = {"steps", "warmup_steps", "eval_every", "eval_tokens", "save_ev
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
 ATTENTION = ("model", "attention")
-SHORT_ATTENTION = re.compile("(mha|mqa|gqa:|window:)([0-9]{0,9})")
+SHORT_ATTENTION = re.compile(r"(?!$)(mha|mqa|gqa:([0-9]{1,9}))?(?:(?:^|\b\+)window:([0-9]{1,9}))?")
+# What a short form stands for besides what it names, so that `window:64` means the same everywhere.
+FULL_ATTENTION = {"variant": "mha", "n_kv_head": None, "window": None, "full_every": None}
 
 
 def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Config:
@@ -51,19 +53,30 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
     return validate(data, origins)
 
 
+def expand_attention(text: str, label: str) -> dict[str, Any]:
+    """Write a short form out, with what it leaves unsaid: `window:64` is MHA with a window.
+
+    Raises ConfigError, which begins with `label`.
+    """
+    return FULL_ATTENTION | parse_attention(text, label)
+
+
 def parse_attention(text: str, label: str) -> dict[str, Any]:
-    """Parse `gqa:2` or `window:64` into the keys of model.attention that it stands for.
+    """Parse `gqa:2`, `window:64` or `gqa:2+window:64` into the keys of model.attention it names.
 
     Raises ConfigError, which begins with `label`.
     """
     match = SHORT_ATTENTION.fullmatch(text)
-    if match is None or match[1].endswith(":") != bool(match[2]):
+    if match is None:
         raise ConfigError(
-            f"{label}: must be mha, mqa, gqa:N or window:N, such as gqa:2, not {shorten(text)!r}"
+            f"{label}: must be mha, mqa, gqa:N, window:N or both, such as gqa:2+window:64, "
+            f"not {shorten(text)!r}"
         )
-    kind = match[1].rstrip(":")
-    count = int(match[2]) if match[2] else None
-    return {"window": count} if kind == "window" else {"variant": kind, "n_kv_head": count}
+    variant, n_kv_head, window = match.groups()
+    named: dict[str, Any] = {"window": int(window)} if window else {}
+    if variant:
+        named |= {"variant": variant[:3], "n_kv_head": int(n_kv_head) if n_kv_head else None}
+    return named
 
 
 def _expand_attention(data: dict[str, Any], label: str) -> dict[str, Any]:
@@ -71,7 +84,7 @@ def _expand_attention(data: dict[str, Any], label: str) -> dict[str, Any]:
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("attention"), str):
         return data
-    return data | {"model": model | {"attention": parse_attention(model["attention"], label)}}
+    return data | {"model": model | {"attention": expand_attention(model["attention"], label)}}
 
 
 def _drop_set_by_minutes(data: dict[str, Any]) -> None:
@@ -85,7 +98,9 @@ def _drop_set_by_minutes(data: dict[str, Any]) -> None:
 def _assign(data: dict[str, Any], label: str, path: KeyPath, value: Any) -> None:
     """Set a key of nested data; ConfigError if the path leads through a value."""
     if path == ATTENTION and isinstance(value, str):
-        value = parse_attention(value, label)
+        for key, part in expand_attention(value, label).items():
+            _assign(data, label, (*path, key), part)
+        return
     section = data
     for depth, name in enumerate(path[:-1], 1):
         section = section.setdefault(name, {})

@@ -31,15 +31,17 @@ def convert(
         config = convert.convert_run(trained, changes, steps, out)
     old = trained.config.model
     new = config.model
-    change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
-    if new.n_kv_head == old.n_kv_head:
-        change = f"window {old.attention.window or 'none'} -> {new.attention.window or 'none'}"
+    pairs = {
+        "KV heads": (old.n_kv_head, new.n_kv_head),
+        "window": (old.attention.window or "none", new.attention.window or "none"),
+    }
+    change = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now)
     name = quote(out)
     command = f"gptmini train {quote(out / 'config.yaml')} --out {name}"
     if not trained.corpus:  # an imported model has no text of its own
         command = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(
-        f"{out}: {change}, from step {trained.step} of {path}; train it for "
+        f"{out}: {change or 'no change'}, from step {trained.step} of {path}; train it for "
         f"{format_count(config.train.steps, 'step')} with:"
     )
     say(f"  {command}")

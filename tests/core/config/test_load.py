@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
+from gptmini.cli.options import build_config
 from gptmini.config.load import (
     DEFAULT_CONFIG_FILE,
     find_config_file,
     find_full_key,
     list_config_files,
     load_config,
+    override,
+    parse_attention,
     validate,
 )
 from gptmini.config.settings import (
@@ -200,6 +203,45 @@ def test_attention_has_a_short_form(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         load_config(file, [])
     assert str(error.value).startswith(f"{file}:3: model.attention: ")
+
+
+@pytest.mark.parametrize(
+    ("short", "chosen"),
+    [
+        ("mha", ("mha", None, None, None)),
+        ("mqa", ("mqa", None, None, None)),
+        ("gqa:2", ("gqa", 2, None, None)),
+        ("window:16", ("mha", None, 16, None)),
+        ("gqa:2+window:16", ("gqa", 2, 16, None)),
+    ],
+)
+def test_a_short_form_of_attention_is_the_whole_choice(tmp_path: Path, short: str, chosen: object):
+    """So `mha` and `window:16` differ in the window alone, whatever a file says."""
+    file = tmp_path / "a.yaml"
+    other = "variant: gqa, n_kv_head: 1, window: 8, full_every: 2, qk_norm: false"
+    file.write_text(f"model:\n  attention: {{{other}}}\n")
+    found = [
+        build_config(str(file), attention=short),
+        build_config(str(file), assignments=[f"model.attention={short}"]),
+        override(load_config(file, []), {"model": {"attention": short}}, "mine"),
+    ]
+    for attention in (config.model.attention for config in found):
+        keys = ("variant", "n_kv_head", "window", "full_every", "qk_norm")
+        assert tuple(getattr(attention, key) for key in keys) == (*chosen, False)
+    file.write_text(f"model:\n  attention: {short}\n")
+    assert load_config(file, []).model == build_config(None, ["a.txt"], short).model
+
+
+def test_a_single_key_of_attention_may_follow_the_short_form():
+    more = ["model.attention.window=16"]
+    attention = build_config(None, ["a.txt"], "gqa:2", assignments=more).model.attention
+    assert (attention.variant, attention.n_kv_head, attention.window) == ("gqa", 2, 16)
+
+
+@pytest.mark.parametrize("wrong", ["", "gqa", "mha:2", "+window:4", "mha+", "window:4+mha"])
+def test_other_short_forms_of_attention_are_refused(wrong: str):
+    with pytest.raises(ConfigError, match=r"^here: must be mha, mqa, gqa:N, window:N or both"):
+        parse_attention(wrong, "here")
 
 
 def test_a_section_set_as_a_whole_is_named_with_the_key(tmp_path: Path):

@@ -48,6 +48,12 @@ def test_each_option_reaches_the_comparison(gptmini, monkeypatch, run):
         assert compared[-1][-1] == "test"
     gptmini("compare", *train, "--minutes", "2.5", "--attention", "mha")
     assert compared[-1][0]["mha"].train.minutes == 2.5
+    file = Path("mine.yaml")
+    file.write_text("model: {attention: {variant: gqa, n_kv_head: 2, window: 8}}\n")
+    gptmini("compare", str(file), "--attention", "mha,window:16,gqa:2+window:4")
+    models = [config.model for config in compared[-1][0].values()]
+    made = [(model.n_kv_head, model.attention.window) for model in models]
+    assert made == [(4, None), (4, 16), (2, 4)]  # as their names say
     assert not any(tuned)
     gptmini("compare", *train, "--tune")
     assert tuned[-1]

@@ -27,5 +27,9 @@ def test_convert_prints_the_command_that_trains_further(trained):
     assert "gptmini generate runs/a-gqa2 --prompt TEXT\n" in err  # few steps, but no noise
     code, _, err = trained("convert", "runs/a", "--attention", "window:8")
     assert (code, "runs/a-window8: window none -> 8, from step 4" in err) == (0, True)
+    code, _, err = trained("convert", "runs/a-gqa2", "--attention", "window:8", "--out", "runs/b")
+    assert (code, "runs/b: window none -> 8, from" in err) == (0, True)  # and two KV heads still
+    code, _, err = trained("convert", "runs/a", "--attention", "gqa:2+window:8")
+    assert (code, "KV heads 4 -> 2, window none -> 8, from" in err) == (0, True)
     code, _, err = trained("convert", "runs/a")
     assert (code, "--attention: missing" in err) == (2, True)
