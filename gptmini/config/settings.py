@@ -106,6 +106,8 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0, le=255 / 256)] | None = None
     """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2 on small
     texts, else 0."""
+    induction_head: bool = True
+    """Begin with an induction head, where there are RoPE and two layers; false: random weights."""
 
     @property
     def n_kv_head(self) -> int:

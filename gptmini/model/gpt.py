@@ -197,7 +197,7 @@ def init_weights(model: GPT) -> None:
     | norm weights                                    | 1, as PyTorch makes them  |
 
     With RoPE, `wire_induction_head` then adds to the embeddings and to the first attention head of
-    two layers.
+    two layers, unless `induction_head` is false.
 
     An embedding that is not the head may be large. A head near zero begins at the loss of guessing,
     and its first gradients are those of the errors (scripts/LOG.md: What learns more from each
@@ -219,7 +219,7 @@ def init_weights(model: GPT) -> None:
         assert isinstance(block, Block)
         nn.init.normal_(block.attn.o_proj.weight, std=residual_std)
         nn.init.normal_(block.mlp.down_proj.weight, std=residual_std)
-    if config.position == "rope" and config.n_layer > 1:
+    if config.induction_head and config.position == "rope" and config.n_layer > 1:
         first = model.blocks[0]
         second = model.blocks[1]
         assert isinstance(first, Block)

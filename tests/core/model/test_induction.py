@@ -68,12 +68,9 @@ def test_a_new_model_attends_to_what_followed_a_token_before(shape: str):
 
 
 @pytest.mark.parametrize("shape", ["as it is by default", "gqa", "tied"])
-def test_wiring_leaves_all_other_weights_as_they_were_drawn(
-    monkeypatch: pytest.MonkeyPatch, shape: str
-):
+def test_wiring_leaves_all_other_weights_as_they_were_drawn(shape: str):
     wired = make(**SHAPES[shape]).state_dict()
-    monkeypatch.setattr(gpt, "wire_induction_head", lambda *_: None)
-    drawn = make(**SHAPES[shape]).state_dict()
+    drawn = make(**SHAPES[shape], induction_head=False).state_dict()
     changes = {
         name: wired[name] - drawn[name] for name in drawn if not wired[name].equal(drawn[name])
     }
@@ -89,13 +86,17 @@ def test_wiring_leaves_all_other_weights_as_they_were_drawn(
 
 
 @pytest.mark.parametrize("given", [{"position": "learned"}, {"position": "alibi"}, {"n_layer": 1}])
-def test_without_rope_or_a_second_layer_nothing_is_wired(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, object]
-):
+def test_without_rope_or_a_second_layer_nothing_is_wired(given: dict[str, object]):
     weights = make(**given).state_dict()
-    monkeypatch.setattr(gpt, "wire_induction_head", lambda *_: None)
-    drawn = make(**given).state_dict()
+    drawn = make(**given, induction_head=False).state_dict()
     assert all(weights[name].equal(drawn[name]) for name in drawn)
+
+
+def test_without_the_setting_the_weights_are_those_that_are_drawn(monkeypatch: pytest.MonkeyPatch):
+    plain = make(induction_head=False).state_dict()
+    monkeypatch.setattr(gpt, "wire_induction_head", lambda *_: None)
+    drawn = make().state_dict()
+    assert all(plain[name].equal(drawn[name]) for name in drawn)
 
 
 @pytest.mark.parametrize("d_model", [1, 2, 3])

@@ -67,6 +67,7 @@ OTHER_VALUES: dict[str, Any] = {
     "model.bias": True,
     "model.tie_embeddings": False,
     "model.dropout": 0.25,
+    "model.induction_head": False,
     "tokenizer.kind": "char",
     "data.errors": "replace",
     "data.validation": 0.2,
