@@ -57,7 +57,7 @@ SAMPLING = {"rich_help_panel": "How to sample"}
 NEWEST_RUN_HELP = "the last one trained in runs/"
 _CONFIG_HELP = "A text, a YAML file, a name in configs/, or a run."
 _DATA_HELP = "Text: file, folder, '*.txt', - (stdin), builtin:stories or hf:OWNER/NAME; repeatable."
-_SET_HELP = "Any setting, such as train.lr=1e-3; repeatable. See gptmini settings."
+_SET_HELP = "Any setting, such as train.seed=2; repeatable. See gptmini settings."
 _ATTENTION_HELP = "mha, mqa, gqa:N (KV heads), window:N (last N positions) or gqa:N+window:N."
 _MINUTES_HELP = "Train for X minutes; sizes you left open are chosen to fit."
 _THREADS_HELP = "CPU threads; try 1 beside other busy programs."

@@ -2,6 +2,7 @@
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, format_count, format_duration, say, warn
+from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.train.state import Training
@@ -117,5 +118,16 @@ def _describe_time(training: Training) -> str:
     epochs = count_epochs(training.config, training.plan.text_size)
     line = f"  time      {length}, reading the text {epochs:.1f} times"
     if training.step:
-        line += f"; resuming after step {training.step:,}"
+        line += f"; resuming after step {training.step:,}{_describe_raised_rate(training)}"
     return line
+
+
+def _describe_raised_rate(training: Training) -> str:
+    """Say that more steps begin at a higher rate than the run had cooled down to."""
+    existing = training.plan.request.existing
+    if existing is None or training.own.schedule is not None:
+        return ""
+    last = training.step - 1
+    rate = compute_learning_rate(existing.train, last)
+    raised = compute_learning_rate(training.config.train, last)
+    return f", the learning rate rises from {rate:.2g} to {raised:.2g}" if raised > rate else ""

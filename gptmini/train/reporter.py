@@ -127,7 +127,9 @@ def explain_divergence(training: Training) -> Iterator[None]:
     try:
         yield
     except DivergedError as error:
+        has_muon = training.config.train.optimizer == "muon" and training.own.optimizer is None
+        rates = "train.muon_lr and train.lr" if has_muon else "train.lr"
         raise DivergedError(
             f"{training.run.path}: {error} after step {training.step}; nothing of it was saved; "
-            f"lower train.lr and choose another --out"
+            f"lower {rates}, and choose another --out"
         ) from None
