@@ -214,7 +214,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gptmini"
     known = [name for param in context.command.params for name in param.opts] if context else []
-    problem = error.format_message().rstrip(".")
+    problem = error.format_message().rstrip(".").replace("Value error, ", "")
     remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
         remedy = _name_setting(getattr(error, "option_name", ""), command, known)

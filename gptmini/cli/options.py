@@ -138,7 +138,7 @@ def build_config(
     assignments: list[str] | None = None,
     base: Path | None = None,
 ) -> "Config":
-    """Build the configuration of a command line: a file, --attention, --set, the other options.
+    """Build the configuration of a command line: a file, then --set, then the other options.
 
     `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration, or
     what it was resolved to. Without a name and a text, the file is the default configuration.
@@ -161,16 +161,19 @@ def build_config(
     if file is None and not data:
         file = load.DEFAULT_CONFIG_FILE
 
-    overrides = []
-    if attention is not None:
-        label = f"--attention {shorten(attention)}"
-        for key, value in load.expand_attention(attention, "--attention").items():
-            overrides.append((label, (*load.ATTENTION, key), value))
-    overrides += parse_assignments(assignments)
+    overrides = parse_assignments(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
     if base is not None:
         overrides.append(("--from", ("base", "run"), str(base)))
+    if attention is not None:
+        label = f"--attention {shorten(attention)}"
+        kind = load.parse_attention(attention, "--attention")
+        stated = {path for _, path, _ in overrides}
+        for key, value in (load.FULL_ATTENTION | kind).items():
+            path = (*load.ATTENTION, key)
+            if key in kind or path not in stated:  # --set may add to the kind
+                overrides.append((label, path, value))
     given = {label: value for label, value in (train_options or {}).items() if value is not None}
     if {"--steps", "--minutes"} <= given.keys():
         raise ConfigError("--steps and --minutes: each says how long to train; pass one of them")

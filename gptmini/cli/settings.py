@@ -21,7 +21,7 @@ TYPE_NAMES = {
 
 
 def list_settings(
-    name: str | None = argument(None, "KEY", "A key such as train.lr or lr, or a section."),
+    name: str | None = argument(None, "KEY", "A key such as train.steps or steps, or a section."),
 ) -> None:
     """List the settings for --set and YAML files."""
     from gptmini.config import load
@@ -58,8 +58,8 @@ def _iter_settings(
 
 
 def _describe_default(setting: dict[str, Any]) -> str:
-    if "default" not in setting:
-        return "computed"
+    if "default" not in setting or "default: " in setting["description"].lower():
+        return "chosen"  # by a rule, which the description has in words
     value = setting["default"]
     if isinstance(value, float):
         return f"{value:g}"

@@ -1,14 +1,14 @@
 """Load configurations from YAML files and the command line.
 
-The defaults come first, then a file, `--attention`, `--set` and the other options; each overrides
-those before. Mistakes are reported at once, each with the place where it was made; contradictions
-between the settings of a section, once each is well-formed.
+The defaults come first, then a file, then `--set`, then the other options; each overrides the one
+before. Mistakes are reported at once, each with the place where it was made; contradictions between
+the settings of a section, once each is well-formed.
 """
 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,9 @@ def find_config_file(name: str) -> Path:
         return known[name]
     if "=" in name:
         raise ConfigError(f"{name}: not a configuration; each setting needs --set before it")
-    raise ConfigError(f"{name}: no such configuration or text; {_suggest_nearest(name, known)}")
+    near = difflib.get_close_matches(name, known, 1, 0.6)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+    raise ConfigError(f"{name}: no such configuration or text; {hint}")
 
 
 def find_request(run: Path) -> Path:
@@ -233,6 +235,7 @@ def _describe_expected(mistake: Any) -> str:
     sentence, _, _ = str(mistake["msg"]).partition(", not ")
     sentence = re.sub(r"valid dictionary or instance of \w+", "section of key: value", sentence)
     sentence = sentence.removesuffix(" after validation")
+    sentence = re.sub(r"0\.(0{4,})1\b", lambda zeros: f"1e-{len(zeros[1]) + 1}", sentence)
     return re.sub(r"^\w+ should", "must", sentence).replace("'", "")
 
 
@@ -269,18 +272,17 @@ def _locate(path: KeyPath, origins: Origins) -> str:
 
 
 def suggest_setting(path: KeyPath) -> str:
-    """Suggest the setting that was probably meant by an unknown one."""
+    """Suggest the setting that was probably meant by an unknown one: of its section, or of another.
+
+    Names must be alike: at less, block_size would be taken for vocab_size.
+    """
     *section, leaf = path
-    if key := find_full_key(leaf):
-        return f"did you mean {key}?"
     prefix = "".join(f"{name}." for name in section)
-    known = [key for key in list_keys() if key.startswith(prefix)]
-    names = [key.removeprefix(prefix).partition(".")[0] for key in known]
-    return _suggest_nearest(leaf, names, prefix)
-
-
-def _suggest_nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Suggest the nearest of the known names, or else all of them."""
-    known = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, known, 1, 0.6)
-    return f"did you mean {prefix}{near[0]}?" if near else f"choose one of {', '.join(known)}"
+    keys = list_keys()
+    rest = [key.removeprefix(prefix).partition(".")[0] for key in keys if key.startswith(prefix)]
+    inside = {name: prefix + name for name in rest}
+    anywhere = {key.rpartition(".")[2]: key for key in keys}
+    for known in (inside, anywhere):
+        if near := difflib.get_close_matches(leaf.lower(), known, 1, 0.8):
+            return f"did you mean {known[near[0]]}?"
+    return "see gptmini settings, or docs/coming-from.md for names of other projects"

@@ -40,7 +40,8 @@ class AttentionConfig(Section):
     """How positions attend to each other: H query heads share G KV heads."""
 
     variant: Literal["mha", "mqa", "gqa"] = "mha"
-    """KV heads: mha one per query head, mqa one in all, gqa n_kv_head."""
+    """KV heads: mha one per query head, mqa one in all, gqa n_kv_head. In short,
+    model.attention=gqa:2+window:64 sets this and the next three."""
     n_kv_head: Count | None = None
     """KV heads of gqa, a divisor of n_head; null for mha and mqa."""
     window: Count | None = None
@@ -101,11 +102,11 @@ class ModelConfig(Section):
     bias: bool = False
     """Biases in linear layers and layer norms (GPT-2)."""
     tie_embeddings: bool = True
-    """Share one matrix between token embedding and output head; default: true, with Muon only on
-    small texts."""
+    """Share one matrix between token embedding and output head; default: true, with Muon only at a
+    high risk of overfitting."""
     dropout: Annotated[float, Field(ge=0, le=255 / 256)] | None = None
-    """Dropout of embeddings and residual branches, in steps of 1/256; null: 0.1 to 0.2 on small
-    texts, else 0."""
+    """Dropout of embeddings and residual branches, in steps of 1/256; null: 0 to 0.2, by
+    the risk of overfitting."""
     induction_head: bool = True
     """Begin with an induction head, where there are RoPE and two layers; false: random weights."""
 
@@ -216,11 +217,11 @@ class TrainConfig(Section):
     muon_lr: Rate = 0.02
     """Peak learning rate of Muon, on the schedule of lr."""
     lr: Rate = 2e-3
-    """Peak learning rate of AdamW, which beside Muon trains all but the blocks' matrices; default:
-    2e-3, or 12e-3 with Muon on large texts."""
+    """Peak learning rate of AdamW, which beside Muon trains all but the blocks' matrices (muon_lr);
+    default: 2e-3, or with Muon 12e-3 at a low risk of overfitting."""
     embed_lr: Rate | None = None
-    """Peak learning rate of the token embeddings; null: lr, or 4 lr with Muon and an untied head on
-    large texts."""
+    """Peak learning rate of the token embeddings; null: lr, or 4 lr with Muon and an untied head at
+    a low risk of overfitting."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the cool-down."""
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
@@ -233,8 +234,8 @@ class TrainConfig(Section):
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Fraction of the steps, at the end, in which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers, of nothing else; default with Muon: 0.1 on large
-    texts, 1.0 on small ones."""
+    """Weight decay of matrices in linear layers, of nothing else; default: 0.3, or with Muon 0.1 at
+    a low risk of overfitting, 1.0 at a high one."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2, strict=False)] = [0.8, 0.95]
     """AdamW's decay rates of its two running averages."""
     grad_clip: Positive = 1.0

@@ -40,7 +40,7 @@ ERRORS = [
     (["generate", "--top-k", "9"], 2, "option: --top-k; use --set sample.top_k=VALUE"),
     (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),
     (["generate", "--prompt", "It", "was", "so"], 2, "put the text after --prompt"),
-    (["settings", "foo"], 2, "foo: no such setting; choose one of"),
+    (["settings", "foo"], 2, "foo: no such setting; see gptmini settings, or"),
     (["trian"], 2, "'train'"),
     (["tokenizer", "tran"], 2, "gptmini tokenizer --help"),
     (["inspect", "--mask", f"window:{DIGITS}"], 2, "9...: unknown mask; use causal, or window:N"),

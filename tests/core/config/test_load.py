@@ -45,7 +45,7 @@ def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
         ":2: model.n_layer: must be a valid integer, not 'four'",
         ":3: model.d_modle: no such setting; did you mean model.d_model?",
         ":4: model.attention.n_kv_head: variant mqa has 1 KV head, not 4",
-        ":6: train.lr: must be greater than or equal to 0.00000001, not -1",
+        ":6: train.lr: must be greater than or equal to 1e-8, not -1",
         ":7: train.stepz: no such setting; did you mean train.steps?",
         ":8: train.betas.1: must be less than 1, not 2",
         ":9: train.dropout: no such setting; did you mean model.dropout?",
@@ -232,10 +232,13 @@ def test_a_short_form_of_attention_is_the_whole_choice(tmp_path: Path, short: st
     assert load_config(file, []).model == build_config(None, ["a.txt"], short).model
 
 
-def test_a_single_key_of_attention_may_follow_the_short_form():
-    more = ["model.attention.window=16"]
-    attention = build_config(None, ["a.txt"], "gqa:2", assignments=more).model.attention
-    assert (attention.variant, attention.n_kv_head, attention.window) == ("gqa", 2, 16)
+def test_set_may_add_what_the_attention_of_the_command_line_does_not_name():
+    def build(attention: str, *more: str) -> AttentionConfig:
+        return build_config(None, ["a.txt"], attention, assignments=list(more)).model.attention
+
+    added = build("gqa:2", "model={n_layer: 2}", "model.attention.window=16")
+    assert (added.variant, added.n_kv_head, added.window) == ("gqa", 2, 16)
+    assert build("window:8", "model.attention.window=16").window == 8
 
 
 @pytest.mark.parametrize("wrong", ["", "gqa", "mha:2", "+window:4", "mha+", "window:4+mha"])
