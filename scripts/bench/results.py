@@ -31,7 +31,7 @@ MARKED = re.compile(r"(<!-- table (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 # best peer of the row), and the ratio.
 COMPARED: dict[tuple[str, str | None], list[tuple[str, str | None, str]]] = {
     ("train", "seconds to 1.8982"): [
-        ("training to the loss at which nanoGPT's recipe for a CPU ends", None, "peer / gptmini")
+        ("time to the final loss of nanoGPT's CPU recipe", None, "peer / gptmini")
     ],
     ("train", "seconds a step, 6 x 6 x 384, 64 x 256 tokens, compiled"): [
         ("a training step, 6 layers of width 384", None, "peer / gptmini")
