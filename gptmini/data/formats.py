@@ -62,18 +62,19 @@ Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
 
 
 @cache  # a text is read several times
-def warn_once(*lines: str) -> None:
-    """Warn about a text, unless an earlier command did: the cache remembers."""
+def warn_once(*lines: str) -> bool:
+    """Warn about a text, unless an earlier command did; return whether this one did."""
     hashed = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
     told = files.get_cache_folder() / f"{hashed[:20]}.told"
     with suppress(OSError):  # a cache that cannot be written
         if told.exists():
-            return
+            return False
         told.parent.mkdir(parents=True, exist_ok=True)
         told.touch()
     warn(lines[0])
     for line in lines[1:]:
         say(f"  {line}")
+    return True
 
 
 @dataclass(frozen=True)
