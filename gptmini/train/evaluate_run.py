@@ -19,6 +19,7 @@ from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, keep_freed_memory, pick_device
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.progress import describe_changed_text
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
@@ -73,10 +74,8 @@ def load_corpus(run: Run, split: Split = "validation") -> Corpus:
     # The run's own tokenizer cuts the text, however the run came by it.
     corpus = prepare_corpus(run.config, split == "test", run.tokenizer)
     if corpus.content != run.corpus:
-        raise DataError(
-            f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "
-            f"another with --data"
-        )
+        remedy = "restore the old one, or give another with --data"
+        raise DataError(describe_changed_text(run.config.data.path, run.path, remedy))
     return corpus
 
 

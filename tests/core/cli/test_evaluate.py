@@ -110,7 +110,7 @@ def test_evaluate_refuses_long_strides_other_text_and_missing_runs(trained, text
     assert (code, "--stride 17: longer than the window of 16 tokens" in err) == (2, True)
     text_file.write_text("something else altogether, " * 40)
     code, _, err = trained("evaluate")
-    assert (code, "not the text that runs/a was trained on" in err) == (3, True)
+    assert (code, "the text has changed since runs/a began; restore" in err) == (3, True)
     text_file.unlink()
     code, _, err = trained("evaluate")
     assert (code, "text.txt" in err) == (3, True)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -182,6 +183,17 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     assert code == 2
     assert "model.n_layer: 1 in runs/text, now 2" in err
     assert "train.lr: 0.012 in runs/text, now 0.0001" in err
+
+
+def test_a_text_that_was_edited_is_learnt_by_the_command_in_the_message(gptmini):
+    for text in (WORDS * 40, f"New words. {WORDS * 40}"):
+        Path("My Draft.txt").write_text(text)
+        code, _, err = gptmini("train", "My Draft.txt", *SMALL)
+    assert (code, "My Draft.txt: the text has changed since runs/my-draft began; " in err) == (3, 1)
+    _, *words = shlex.split(err.partition("to learn it from this model: ")[2])
+    assert words == ["train", "--from", "runs/my-draft", "--data", "My Draft.txt"]
+    assert gptmini(*words, "--steps", "2")[0] == 0
+    assert gptmini("evaluate", "runs/my-draft-from-my-draft")[0] == 0
 
 
 def test_a_missing_tracker_is_named_before_the_text_is_prepared(

@@ -340,7 +340,7 @@ def test_other_text_under_the_same_name_is_refused(train, config, text_file):
     text_file.write_text(text_file.read_text().replace("fox", "cow"))
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     written = (text_file.parent / "run" / "config.yaml").read_bytes()
-    with pytest.raises(DataError, match="not the text"):
+    with pytest.raises(DataError, match="text has changed"):
         train(longer)
     assert (text_file.parent / "run" / "config.yaml").read_bytes() == written
 
