@@ -422,5 +422,6 @@ def find_format(name: str) -> tuple[str, str, str]:
 
 def raise_unreadable(error: Exception, path: Path) -> NoReturn:
     """Raise a DataError for a file that cannot be read."""
-    reason = describe_os_error(error)
-    raise DataError(f"{path}: {reason}; check the path and its permissions") from None
+    thing = "its permissions" if isinstance(error, PermissionError) else "the path"
+    remedy = files.suggest_file(path) or f"check {thing}"
+    raise DataError(f"{path}: {describe_os_error(error)}; {remedy}") from None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import say, show_byte_progress
+from gptmini.console import quote, say, show_byte_progress
 from gptmini.data import hub, hub_dataset, stories
 from gptmini.data.formats import (
     CHAT_KINDS,
@@ -310,6 +310,8 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
         return _find_dataset_files(path, errors)
     place = Path(os.path.expanduser(path))  # neither it nor os.path raises, as Path does
     problems: dict[Path, str] = {}
+    if is_run(place):
+        raise DataError(f"{path}: a run, not a text; to resume it: gptmini train {quote(path)}")
     if os.path.isdir(place):
         found = [Path(root) / name for root, names in _walk(place, problems) for name in names]
     elif not os.path.exists(place) and any(character in path for character in "*?["):

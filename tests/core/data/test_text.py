@@ -259,7 +259,7 @@ def test_what_may_not_be_read_is_skipped_in_folders(folder: Path, monkeypatch, c
     first, *skipped = sorted(capsys.readouterr().err.splitlines(), reverse=True)
     assert first == f"warning: {folder}: 3 of 5 files read; skipped deep, c.txt"
     assert all("permission denied; check" in line for line in skipped)
-    with pytest.raises(DataError, match=r"sub/c.txt: permission denied; check the path"):
+    with pytest.raises(DataError, match=r"sub/c.txt: permission denied; check its permissions"):
         texts(str(folder / "sub" / "c.txt"))
 
 
