@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gptmini.cli import app
 from gptmini.cli.options import choose_out
 from gptmini.errors import ConfigError
 from gptmini.train import loop
@@ -181,8 +182,8 @@ def test_a_mistyped_text_is_answered_with_the_nearest_of_its_folder(gptmini):
         missing += f"{Path(name).with_name('My Draft.txt')}?"
         for words in (["train", name], ["train", "--data", name]):
             assert gptmini(*words) == (3, "", f"gptmini: {missing}\n")
-    code, _, err = gptmini("tokenizer", "encode", "byte", "--file", "my draf.txt")
-    assert (code, "; did you mean My Draft.txt?" in err) == (5, True), err
+    (line,), code = app._explain(FileNotFoundError(2, "No such file", "my draf.txt"))
+    assert (code, line) == (5, "my draf.txt: no such file; did you mean My Draft.txt?")
 
 
 def test_a_name_with_spaces_without_quotes_is_answered_with_its_quotes(gptmini):
