@@ -299,6 +299,9 @@ def test_more_epochs_than_are_useful_get_a_warning(
     say_header_lines(training)
     assert ("times;" in (said := capsys.readouterr().err)) == (warning is not None)
     assert warning is None or f"warning: {warning} use more text or fewer steps\n" in said
+    training.plan = replace(plan, request=replace(plan.request, stated=Config(data=config.data)))
+    say_header_lines(training)  # steps that nobody stated
+    assert "times;" not in capsys.readouterr().err
 
 
 def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
