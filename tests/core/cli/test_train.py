@@ -230,6 +230,13 @@ def test_a_text_that_was_edited_is_learnt_by_the_command_in_the_message(gptmini)
     assert gptmini("evaluate", "runs/my-draft-from-my-draft")[0] == 0
 
 
+def test_fine_tuning_that_only_harms_says_that_the_base_is_the_best(gptmini, text_file: Path):
+    assert gptmini("train", "text.txt", *SMALL)[0] == 0
+    harm = ["--set", "train.lr=5.0", "--set", "train.muon_lr=5.0", "--steps", "4"]
+    code, _, err = gptmini("train", "--from", "runs/text", "--data", "text.txt", *harm)
+    assert (code, "writes (no step was better than the base):\n" in err) == (0, True), err
+
+
 def test_a_missing_tracker_is_named_before_the_text_is_prepared(
     gptmini, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ):
