@@ -116,8 +116,8 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     say(f"try it:         gptmini {use}")
     say(f"look inside:    gptmini inspect {name} --prompt {prompt} --out page.html")
     if trained.plan.request.minutes is not None:
-        longer = 2 * trained.plan.request.minutes
-        say(f"train longer:   gptmini train {name} --minutes {longer:g}")
+        doubled = 2 * trained.plan.request.minutes
+        say(f"train longer:   gptmini train {name} --minutes {doubled:g}")
     if STORIES in trained.config.data.path:
         say("your own text:  gptmini train --data FILE --minutes 10")
 
