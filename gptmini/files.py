@@ -7,6 +7,7 @@ after a crash or a power cut. It is written under a temporary name and synced; t
 and the directory that holds it is synced.
 """
 
+import difflib
 import errno
 import hashlib
 import json
@@ -70,6 +71,17 @@ def check_run_folder(out: Path) -> None:
     }
     if names and not is_begun:
         raise ConfigError(f"--out {out}: not empty, and no run; choose another --out")
+
+
+def suggest_file(missing: str | Path | None) -> str:
+    """Suggest the file with the nearest name for one that is missing; "" if there is none."""
+    path = Path(missing or "")
+    names = {}
+    with suppress(OSError, ValueError):
+        if missing and not path.exists():
+            names = {name.lower(): name for name in os.listdir(path.parent)}
+    near = difflib.get_close_matches(path.name.lower(), names, 1)
+    return f"did you mean {path.with_name(names[near[0]])}?" if near else ""
 
 
 def check_replaceable(out: Path, mark: bytes) -> None:

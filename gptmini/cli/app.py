@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -33,7 +34,7 @@ from gptmini.cli.settings import list_settings
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.errors import GptminiError, Stopped, describe_os_error, explain_missing_part
-from gptmini.files import IS_WINDOWS
+from gptmini.files import IS_WINDOWS, suggest_file
 
 app = typer.Typer(
     help="Train a small GPT on your text and look inside. Begin with: gptmini train",
@@ -113,6 +114,7 @@ for _group in (app, data_app, tokenizer_app):
 # OpenMP threads look for work?).
 OPENMP_SPIN_COUNT = "10000"
 
+MAX_WORDS = 10  # in the name of a file
 CLOSED_PIPE_SIGNAL = 13  # SIGPIPE, which Python ignores and Windows lacks
 # Windows has no SIGHUP.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -127,9 +129,9 @@ def main() -> None:
     atexit.register(gc.freeze)
     _prepare_streams()
     _catch_stop_signals()
+    words = [word for word in sys.argv[1:] if word != "--debug"]
     try:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
-        words = [word for word in sys.argv[1:] if word != "--debug"]
         with explain_missing_part("this command"):
             code = app(words, prog_name="gptmini", standalone_mode=False)
         sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
@@ -142,7 +144,10 @@ def main() -> None:
             _end_after_closed_pipe()
         if "--debug" in sys.argv:
             raise
-        _fail(*_explain(error))
+        lines, code = _explain(error)
+        if code in (2, 3, 4) and (unquoted := _find_unquoted(words)):
+            lines = [f"quote a name with spaces: {unquoted}"]
+        _fail(lines, code)
     if code == 130:
         _fail(["stopped by Ctrl-C"], 130)
     sys.exit(code)
@@ -194,8 +199,8 @@ def _explain(error: Exception | Stopped) -> tuple[Sequence[str], int]:
         place = f" at position {error.start}" if hasattr(error, "start") else ""
         return [f"the text given is not valid UTF-8{place}; convert it to UTF-8"], 3
     if isinstance(error, OSError):
-        reason = describe_os_error(error)
-        return [f"{error.filename or 'output'}: {reason}; fix this or use another path"], 5
+        remedy = suggest_file(error.filename) or "fix this or use another path"
+        return [f"{error.filename or 'output'}: {describe_os_error(error)}; {remedy}"], 5
     return _explain_failed_computation(error)
 
 
@@ -225,6 +230,16 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
         remedy = "repeat --data before each text, or quote a pattern: --data '*.txt'"
     line = "; ".join(filter(None, [problem, remedy, f"see {command} --help"]))
     return line.replace("?;", "?")
+
+
+def _find_unquoted(words: list[str]) -> str | None:
+    """Find a file whose name has spaces and was typed as several words; quoted, with its option."""
+    for begin, end in combinations(range(len(words) + 1), 2):
+        name = " ".join(words[begin:end])
+        if 1 < end - begin <= MAX_WORDS and os.path.exists(name):
+            option = [word for word in words[:begin][-1:] if word.startswith("--")]
+            return " ".join([*option, console.quote(name)])
+    return None
 
 
 def _name_setting(option: str, command: str, known: list[str]) -> str:

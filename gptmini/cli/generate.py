@@ -44,7 +44,9 @@ def generate(
     interactive: bool = flag("Type prompts one after another.", "--interactive", "-i", **WRITING),
     samples: int = option(1, "N", "Number of texts.", min=1, max=10_000, **WRITING),
     max_new_tokens: MaxNewTokens = None,
-    stop: list[str] | None = option(None, "TEXT", "Stop before this text; repeatable.", **WRITING),
+    stop: list[str] | None = option(
+        None, "TEXT", r"Stop before this text; $'\n' is a line break; repeatable.", **WRITING
+    ),
     temperature: Temperature = None,
     seed: Seed = None,
     assignments: SampleAssignments = None,
@@ -199,6 +201,8 @@ def _describe_speed(generation: "Generation") -> str:
     )
     if generation.drafted:
         line += f"; {generation.accepted:,} of {generation.drafted:,} drafted tokens accepted"
+    if all(sample.finish_reason == "length" for sample in generation.samples):
+        line += f"; stopped at --max-new-tokens {len(generation.samples[0].tokens)}"
     return line
 
 

@@ -186,7 +186,8 @@ def build_config(
 def resolve(name: str) -> Named:
     """Find what a name stands for: a run, its config.yaml, a configuration, or a text for --data.
 
-    Of anything else, ConfigError suggests the nearest configuration or run.
+    Of anything else, ConfigError suggests the nearest configuration or run; what looks like a path
+    is a text, whose reader suggests the nearest file.
     """
     from gptmini.config import load
 
@@ -203,9 +204,15 @@ def resolve(name: str) -> Named:
     if path.exists() and not is_named:
         return Named(text=name)
     runs = _list_runs()
-    near = difflib.get_close_matches(path.name, [*configs, *runs], 1)
-    if not is_named and near and near[0] in runs:
-        raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?")
+    is_in_runs = path.parent == RUNS_FOLDER
+    near = difflib.get_close_matches(path.name, runs if is_in_runs else [*configs, *runs], 1)
+    if is_named or "=" in name or (near and near[0] in configs):
+        return Named(load.find_config_file(name))
+    if not is_in_runs and (path.suffix or len(path.parts) > 1):
+        return Named(text=name)
+    if near or is_in_runs:
+        hint = f"did you mean {runs[near[0]]}?" if near else "gptmini runs lists them"
+        raise ConfigError(f"{name}: no run here; {hint}")
     return Named(load.find_config_file(name))
 
 

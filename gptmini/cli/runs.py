@@ -62,6 +62,7 @@ def list_runs(
     if runs:
         head = ["run", "steps", "parameters", "val loss", "bits/byte", "size", "last written", ""]
         print(format_table([head, *map(_format_row, runs)]))
+        print("\nto compare runs on one text: bits/byte, lower is better")
     else:
         say("no run here; train one with gptmini train")
     print(f"\ncache: {cache}, {format_bytes(cache_size)}; safe to delete while nothing runs")

@@ -95,8 +95,9 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     for line in read_metrics(trained.run.metrics_file):
         if line["step"] == best and "sample" in line:
             say("")
-            worse = "" if best == trained.step else "; later steps made it worse"
-            say(f"what the model writes (after step {best}{worse}):")
+            place = f"after step {best}" if best else "no step was better than the base"
+            worse = "; later steps made it worse" if 0 < best < trained.step else ""
+            say(f"what the model writes ({place}{worse}):")
             say("")
             stream_to_stdout([line["sample"], "\n"])
     say("")

@@ -6,6 +6,7 @@ nothing is prepared twice.
 
 import hashlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
-from gptmini.console import format_bytes, format_count, show_byte_progress
+from gptmini.console import format_count, show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
@@ -31,6 +32,8 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
+ENOUGH = 1.15  # times what a text needs as it is cut, since splits end between words
+SHORT_ROW = 256  # tokens
 STALE_SECONDS = 86_400
 
 
@@ -162,23 +165,32 @@ def _get_held_out_share(settings: DataConfig, size: int) -> float:
 
 
 def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:
-    """DataError if a split is shorter than one window and the token after it."""
+    """DataError if a split is shorter than one window and the token after it.
+
+    It names how long a text all splits of which are long enough would be.
+    """
     window = config.seq_len + 1
-    splits = {"training": corpus.training, "validation": corpus.validation, "test": corpus.test}
-    for split, token_files in splits.items():
-        for file in token_files:
-            if len(file) >= window:
-                continue
-            amount = ""
-            if text.has_conversations:
-                chunks = chain.from_iterable(each.iter_chunks() for each in text.texts)
-                count = sum(chunk.messages is not None for chunk in chunks)
-                amount = f" ({format_count(count, 'conversation')})"
-            needed = format_bytes(text.bytes * window / max(1, len(file)))
-            raise DataError(
-                f"{corpus.name}: too short{amount} for {split} in windows of {window:,} tokens; "
-                f"use about {needed} of text or more, or lower train.seq_len"
-            )
+    held_out = text.texts if text.held_out is None else [text.held_out]
+    pairs = [
+        *zip(corpus.training, text.texts, strict=True),
+        *zip(corpus.validation, held_out, strict=True),
+        *zip(corpus.test, text.texts, strict=False),  # prepared only on request
+    ]
+    for file, source in pairs:
+        if len(file) >= window:
+            continue
+        amount = format_count(source.bytes, "byte")
+        if source.has_conversations:
+            count = sum(chunk.messages is not None for chunk in source.iter_chunks())
+            amount = f"{format_count(count, 'conversation')}, {amount}"
+        shares = [1 - source.validation - source.test, source.validation, source.test]
+        bytes_per_token = max(1, file.text_bytes / max(1, len(file)))
+        needed = ENOUGH * window * bytes_per_token / min(filter(None, shares))
+        unit = 10 ** int(math.log10(needed))
+        remedy = f"training needs about {math.ceil(needed / unit) * unit:,}"
+        if config.seq_len > SHORT_ROW:
+            remedy += f", or fewer with --set train.seq_len={SHORT_ROW}"
+        raise DataError(f"{source.name}: too short: {amount}; {remedy}")
 
 
 def _join_digests(digests: list[str]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
-from gptmini.console import say, warn
+from gptmini.console import quote, say, warn
 from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_messages
 from gptmini.data.stories import COUNT, iter_stories
 from gptmini.errors import (
@@ -34,8 +34,8 @@ from gptmini.tokenizer.chat_template import Message
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, Place, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = (
-    "convert it to UTF-8, or pass --set data.errors=replace; from Latin-1: "
-    "iconv -f latin1 -t utf-8 OLD > NEW"
+    "convert it, from Latin-1 with: iconv -f latin1 -t utf-8 OLD > NEW; or mark what is lost as "
+    "\N{REPLACEMENT CHARACTER}: --set data.errors=replace"
 )
 DOCUMENT_REMEDY = "save it as .txt, or extract its text with pandoc -t plain"
 PYTHON_DOCS = "builtin:python-docs"
@@ -62,18 +62,19 @@ Record = tuple[Place, dict[str, Any]]  # its line or row, and its fields
 
 
 @cache  # a text is read several times
-def warn_once(*lines: str) -> None:
-    """Warn about a text, unless an earlier command did: the cache remembers."""
+def warn_once(*lines: str) -> bool:
+    """Warn about a text, unless an earlier command did; return whether this one did."""
     hashed = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
     told = files.get_cache_folder() / f"{hashed[:20]}.told"
     with suppress(OSError):  # a cache that cannot be written
         if told.exists():
-            return
+            return False
         told.parent.mkdir(parents=True, exist_ok=True)
         told.touch()
     warn(lines[0])
     for line in lines[1:]:
         say(f"  {line}")
+    return True
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,21 @@ def _check_signature(file: File, stream: BinaryIO) -> None:
     """DataError for a file that begins as something else than plain text in UTF-8."""
     head = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]  # type: ignore[attr-defined]
     found = [what for signature, what in SIGNATURES.items() if head.startswith(signature)]
+    if found and file.path.suffix.lower() in (".docx", ".odt"):
+        found = [("a Word document", "save it as plain text (UTF-8)")]
     if b"\0" in head:
         found.append(("binary data", "unpack it, or choose a text file"))
     if found:
         kind, remedy = found[0]
+        remedy = _name_files(remedy, file.path)
         raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
+
+
+def _name_files(remedy: str, path: Path) -> str:
+    """Put the name of a file and one for its conversion into a command."""
+    return remedy.replace("OLD", quote(path)).replace(
+        "NEW", quote(path.with_stem(f"{path.stem}-utf8"))
+    )
 
 
 @contextmanager
@@ -175,7 +186,8 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
             # The decoder had kept back an incomplete character from the block before.
             at = offset + len(block) - len(error.object) + error.start
             position = f"at byte {at}"
-            raise DataError(describe_invalid_utf8(file.path, position, CONVERT_REMEDY)) from None
+            remedy = _name_files(CONVERT_REMEDY, file.path)
+            raise DataError(describe_invalid_utf8(file.path, position, remedy)) from None
         if "\0" in text:
             raise DataError(
                 f"{file.path}: contains NUL bytes, so it is not text; select only text files, "
@@ -228,7 +240,8 @@ def _decode_lines(file: File, stream: BinaryIO) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = f"{file.path}:{number}"
             position = f"at byte {error.start}"
-            raise DataError(describe_invalid_utf8(place, position, CONVERT_REMEDY)) from None
+            remedy = _name_files(CONVERT_REMEDY, file.path)
+            raise DataError(describe_invalid_utf8(place, position, remedy)) from None
 
 
 def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
@@ -421,5 +434,6 @@ def find_format(name: str) -> tuple[str, str, str]:
 
 def raise_unreadable(error: Exception, path: Path) -> NoReturn:
     """Raise a DataError for a file that cannot be read."""
-    reason = describe_os_error(error)
-    raise DataError(f"{path}: {reason}; check the path and its permissions") from None
+    thing = "its permissions" if isinstance(error, PermissionError) else "the path"
+    remedy = files.suggest_file(path) or f"check {thing}"
+    raise DataError(f"{path}: {describe_os_error(error)}; {remedy}") from None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import say, show_byte_progress
+from gptmini.console import quote, say, show_byte_progress
 from gptmini.data import hub, hub_dataset, stories
 from gptmini.data.formats import (
     CHAT_KINDS,
@@ -310,6 +310,8 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
         return _find_dataset_files(path, errors)
     place = Path(os.path.expanduser(path))  # neither it nor os.path raises, as Path does
     problems: dict[Path, str] = {}
+    if is_run(place):
+        raise DataError(f"{path}: a run, not a text; to resume it: gptmini train {quote(path)}")
     if os.path.isdir(place):
         found = [Path(root) / name for root, names in _walk(place, problems) for name in names]
     elif not os.path.exists(place) and any(character in path for character in "*?["):
@@ -330,29 +332,32 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
             problems[each] = problem
         else:
             files.append(file)
-    _report_skipped(path, len(files), problems)
+    _report_files(path, len(files), problems)
     return files
 
 
-def _report_skipped(path: str, n_files: int, problems: dict[Path, str]) -> None:
-    """Warn of files that cannot be read as text; DataError if there are no others."""
-    if not problems:
-        if not n_files:
-            raise DataError(
-                f"{path}: no files found; give a folder that has some, or a pattern such as "
-                f"'texts/**/*.md'"
-            )
-        return
+def _report_files(path: str, n_files: int, problems: dict[Path, str]) -> None:
+    """Say how many files are read, and which are not, with their problems the first time.
+
+    DataError if there are no files to read.
+    """
     # Of records if there are any, as among a thousand pictures nobody would see them.
-    example = problems[min(problems, key=lambda file: find_format(file.name)[0] == "text")]
+    by_kind = sorted(problems, key=lambda file: find_format(file.name)[0] == "text")
+    if not n_files and problems:
+        raise DataError(f"{path}: no text found, only such as {problems[by_kind[0]]}")
     if not n_files:
-        raise DataError(f"{path}: no text found, only such as {example}")
-    n_found = n_files + len(problems)
-    skipped = f"{path}: {len(problems)} of {n_found} files skipped"
-    if len(problems) > MAX_SKIPPED_LISTED:
-        warn_once(f"{skipped}, such as {example}")
-    else:
-        warn_once(f"{skipped}:", *problems.values())
+        raise DataError(
+            f"{path}: no files found; give a folder that has some, or a pattern such as "
+            f"'texts/**/*.md'"
+        )
+    read = f"{path}: {n_files} of {n_files + len(problems)} files read"
+    if not problems:
+        say_once(read)
+        return
+    skipped = f"{read}; skipped {hub.list_some(file.name for file in by_kind)}"
+    details = problems.values() if len(problems) <= MAX_SKIPPED_LISTED else [problems[by_kind[0]]]
+    if not warn_once(skipped, *details):
+        say_once(f"warning: {skipped}")
 
 
 @cache

@@ -24,7 +24,7 @@ from torch import Tensor
 from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
-from gptmini.console import show_elapsed, warn
+from gptmini.console import quote, show_elapsed, warn
 from gptmini.errors import ConfigError, DataError, explain_missing_part
 from gptmini.generate import precision
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
@@ -386,7 +386,8 @@ class Run:
         """
         if self._chat_template is None:
             raise ConfigError(
-                f"{self.path}: has no chat template: its model continues texts; use generate"
+                f"{self.path}: this model continues texts and has not learnt to answer; use: "
+                f"gptmini generate {quote(self.path)} --prompt TEXT"
             )
         return self._chat_template.render(messages)
 

@@ -5,12 +5,14 @@ Whatever contradicts it is refused here, before the text is read.
 """
 
 from dataclasses import dataclass
+from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from gptmini.config.load import SET_BY_MINUTES, format_value, iter_settings
 from gptmini.config.settings import Config
+from gptmini.console import quote
 from gptmini.data import hub_dataset
 from gptmini.errors import ConfigError
 from gptmini.runs.directory import RunDirectory
@@ -216,8 +218,14 @@ def check_same_request(resumed: Resumed) -> None:
             for value in (old.get(key, resolved[key]), new.get(key))
         )
         lines.append(f"{key}: {was} in {path}, now {is_now}")
-    if lines:
-        raise ConfigError(*lines, f"{path}: holds a run with other settings; choose another --out")
+    if not lines:
+        return
+    names = (path.with_name(f"{path.name}-{n}") for n in count(2))
+    free = next(name for name in names if not name.exists())
+    remedy = f"gptmini train {quote(path)} resumes it, --out {quote(free)} begins another"
+    if len(lines) == 1:
+        raise ConfigError(f"{lines[0]}; {remedy}")
+    raise ConfigError(*lines, f"{path}: holds a run with other settings; {remedy}")
 
 
 def _collect_stated(config: Config) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from gptmini.console import quote
+
 
 @dataclass
 class Progress:
@@ -42,12 +44,12 @@ class Progress:
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
 
 
-def describe_changed_text(paths: list[str], run: Path) -> str:
-    """Return the message for a run whose text or tokenizer has changed."""
-    return (
-        f"{', '.join(paths)}: not the text that {run} began with; restore it, or choose another "
-        f"--out"
-    )
+def describe_changed_text(paths: list[str], run: Path, remedy: str | None = None) -> str:
+    """Return the message for a run whose text or tokenizer has changed; by default, of train."""
+    if remedy is None:
+        texts = " ".join(f"--data {quote(path)}" for path in paths)
+        remedy = f"to learn it from this model: gptmini train --from {quote(run)} {texts}"
+    return f"{', '.join(paths)}: the text has changed since {run} began; {remedy}"
 
 
 def describe_own_model(run: Path, remedy: str) -> str:

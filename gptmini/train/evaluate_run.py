@@ -2,6 +2,7 @@
 
 import lzma
 import math
+import os
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gptmini.console import iter_with_progress
+from gptmini.console import iter_with_progress, warn
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.formats import STORIES
+from gptmini.data.hub import list_some
+from gptmini.data.text import find_text
 from gptmini.data.token_file import Corpus, TokenFile
-from gptmini.errors import CheckpointError, DataError
+from gptmini.errors import CheckpointError, DataError, GptminiError
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, keep_freed_memory, pick_device
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.progress import describe_changed_text
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
@@ -55,9 +59,18 @@ def evaluate_text(
 
 
 def load_text(run: Run, data: list[str]) -> list[TokenFile]:
-    """Return all of the text in `data` as a run's tokens."""
+    """Return all of the text in `data` as a run's tokens; warn if the run was trained on it."""
     settings = run.config.data.model_copy(update={"path": data})
-    return [prepare_text(settings, run.tokenizer)]
+    tokens = prepare_text(settings, run.tokenizer)
+    with suppress(GptminiError):  # its own text may be gone
+        own, given = (
+            {os.path.realpath(file.path) for file in find_text(paths, settings).files}
+            for paths in (run.config.data.path, data)
+        )
+        if own & given:
+            names = list_some(data)
+            warn(f"{names}: {run.path} was trained on it, so this flatters; leave out --data")
+    return [tokens]
 
 
 def load_corpus(run: Run, split: Split = "validation") -> Corpus:
@@ -73,10 +86,8 @@ def load_corpus(run: Run, split: Split = "validation") -> Corpus:
     # The run's own tokenizer cuts the text, however the run came by it.
     corpus = prepare_corpus(run.config, split == "test", run.tokenizer)
     if corpus.content != run.corpus:
-        raise DataError(
-            f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "
-            f"another with --data"
-        )
+        remedy = "restore the old one, or give another with --data"
+        raise DataError(describe_changed_text(run.config.data.path, run.path, remedy))
     return corpus
 
 

@@ -26,7 +26,7 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
         say(_describe_memory(memory))
-    if not training.steps_follow_minutes:  # else the minutes decide, and how long the text is
+    if "steps" in training.plan.request.stated.train.model_fields_set:  # else the best is kept
         _warn_of_many_epochs(training.config, training.plan.text_size)
 
 

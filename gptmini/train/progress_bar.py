@@ -7,6 +7,8 @@ from tqdm import tqdm
 
 from gptmini.console import format_duration, is_interactive, say, say_excerpt
 
+MIN_TIMED_STEPS = 3  # before the time left is estimated: the first is slow
+
 
 class TrainingProgressBar:
     """Show the progress of training: a bar on a terminal, otherwise lines.
@@ -69,7 +71,7 @@ class TrainingProgressBar:
     def _format_line(self) -> str:
         line = self._format_position() + self._loss + self._rates
         completed = self._step - self._first_step
-        if completed == 0 or self._step >= self._steps:
+        if completed < MIN_TIMED_STEPS or self._step >= self._steps:
             return line
         seconds_per_step = (time.perf_counter() - self._started) / completed
         seconds_left = seconds_per_step * (self._steps - self._step)

@@ -72,10 +72,14 @@ def _export_page(path: Path, out: Path, weights: str | None) -> None:
     if weights not in (None, *pages.PRECISIONS):
         known = " or ".join(pages.PRECISIONS)
         raise ConfigError(f"--weights {weights}: unknown in a page; use {known}")
+    run = load_run(path, "cpu", "float32")
     with show_elapsed("writing the page"):
-        page = pages.export_page(load_run(path, "cpu", "float32"), out, weights)
+        page = pages.export_page(run, out, weights)
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
     print(out)
+    texts = run.config.data.validation_path or run.config.data.path
+    opening = f"{len(page.held_out)} held-out characters of {', '.join(texts)}"
+    say(f"it opens on {opening if page.held_out else 'no text of yours'}")
     say("open it in a browser; it needs no network and no other file")
 
 

@@ -49,6 +49,7 @@ class ExportedPage(NamedTuple):
 
     size: int  # bytes
     precision: str
+    held_out: str  # on which it opens
 
 
 def export_page(
@@ -61,9 +62,10 @@ def export_page(
     """
     files.check_replaceable(out, b"gptmini")
     precision = precision or choose_precision(run)
-    page = build_page(run, precision, prompt)
+    held_out = "" if prompt else find_opening(run)
+    page = build_page(run, precision, prompt, held_out)
     files.atomic_write_bytes(out, page)
-    return ExportedPage(len(page), precision)
+    return ExportedPage(len(page), precision, held_out)
 
 
 def build_served_page(run: Run, max_tokens: int) -> bytes:
@@ -75,7 +77,7 @@ def build_served_page(run: Run, max_tokens: int) -> bytes:
     precision = "int8" if run.weights == "int8" else choose_precision(run)
     server = {"chat": run.tokenizer.chat_template is not None, "max_tokens": max_tokens}
     try:
-        return build_page(run, precision, server=server)
+        return build_page(run, precision, held_out=find_opening(run), server=server)
     except (ConfigError, DataError):
         data = build_data(run, precision, {"kind": run.tokenizer.kind})
         return render_page(data | {"server": server}, "")
@@ -94,7 +96,11 @@ def estimate_size(run: Run, precision: str) -> int:
 
 
 def build_page(
-    run: Run, precision: str = "bfloat16", prompt: str = "", server: dict[str, Any] | None = None
+    run: Run,
+    precision: str = "bfloat16",
+    prompt: str = "",
+    held_out: str = "",
+    server: dict[str, Any] | None = None,
 ) -> bytes:
     """Build the page of a run; it opens on a prompt, or on held-out text.
 
@@ -106,8 +112,8 @@ def build_page(
             f"{run.path}: in {precision} its page would be larger than {MAX_PAGE_BYTES:,} bytes; "
             f"use gptmini serve"
         )
-    data = build_data(run, precision, tokenizer) | {"prompt": prompt, "server": server}
-    data["held_out"] = "" if prompt else find_opening(run)
+    data = build_data(run, precision, tokenizer)
+    data |= {"prompt": prompt, "held_out": held_out, "server": server}
     return render_page(data, encode_weights(run.tensors, precision))
 
 

@@ -11,6 +11,7 @@ from gptmini.data.corpus import open_text
 from gptmini.errors import DataError
 from gptmini.extras.sources.find import Copies, Piece, SourceText, join_pieces
 from gptmini.generate.run import Run
+from gptmini.runs.progress import describe_changed_text
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 
 MAX_TEXT_BYTES = 300_000_000  # all of it is in memory
@@ -41,11 +42,10 @@ def read_training_text(run: Path, settings: DataConfig, content: str) -> SourceT
     if "-" in settings.path:
         raise DataError(f"{run}: trained on standard input, which is gone; train on a file")
     with open_text(settings) as text:
-        names = ", ".join(settings.path)
         if text.content != content:
-            raise DataError(f"{names}: not the text that {run} was trained on; restore it")
+            raise DataError(describe_changed_text(settings.path, run, "restore the old one"))
         with show_elapsed("reading the text"):
-            return join_pieces(_read_pieces(text.iter_chunks(), names))
+            return join_pieces(_read_pieces(text.iter_chunks(), ", ".join(settings.path)))
 
 
 def _read_pieces(chunks: Iterable[TextChunk], names: str) -> Iterator[Piece]:

@@ -84,4 +84,4 @@ def test_a_run_without_a_chat_template_says_so(tmp_path: Path, gptmini, words):
     run_of(tmp_path / "other")
     code, out, said = gptmini("chat", "other", *words)
     assert (code, out, said.count("\n")) == (2, "", 1)
-    assert "other: has no chat template: its model continues texts; use generate" in said
+    assert "not learnt to answer; use: gptmini generate other --prompt TEXT" in said

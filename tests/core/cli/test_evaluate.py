@@ -105,12 +105,22 @@ def test_evaluate_takes_other_text_strides_and_precisions(trained, tmp_path):
     assert facts("--batch-size", "1")["loss"] == pytest.approx(plain["loss"], rel=1e-6)
 
 
+def test_a_text_that_the_run_was_trained_on_is_not_measured_without_a_warning(trained):
+    Path("book").mkdir()
+    Path("book/a.txt").symlink_to(Path("text.txt").resolve())
+    Path("other.txt").write_text("ab")
+    for text, is_own in (("./text.txt", True), ("book", True), ("other.txt", False)):
+        code, _, err = trained("evaluate", "--data", text)
+        warning = f"warning: {text}: runs/a was trained on it, so this flatters; leave out --data"
+        assert (code, warning in err) == (0, is_own), err
+
+
 def test_evaluate_refuses_long_strides_other_text_and_missing_runs(trained, text_file):
     code, _, err = trained("evaluate", "--stride", "17")
     assert (code, "--stride 17: longer than the window of 16 tokens" in err) == (2, True)
     text_file.write_text("something else altogether, " * 40)
     code, _, err = trained("evaluate")
-    assert (code, "not the text that runs/a was trained on" in err) == (3, True)
+    assert (code, "the text has changed since runs/a began; restore" in err) == (3, True)
     text_file.unlink()
     code, _, err = trained("evaluate")
     assert (code, "text.txt" in err) == (3, True)

@@ -42,6 +42,7 @@ def test_a_run_is_listed_with_its_figures(gptmini, run):
     assert row.split()[:2] == ["runs/text", "4/4"]
     assert f"{validation['val_bpb']:.4f}" in row
     assert "tokens" not in row  # but all of the held-out text
+    assert "compare runs on one text: bits/byte, lower is better" in out
     assert "cache: " in out
 
 

@@ -4,11 +4,13 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from gptmini.cli import app
 from gptmini.cli.options import choose_out
 from gptmini.errors import ConfigError
 from gptmini.train import loop
@@ -140,7 +142,8 @@ def test_the_folder_that_holds_a_run_is_trained_on_again(gptmini, text_file: Pat
         code, _, err = gptmini(*words)
         assert (code, "skipped" in err) == (0, False), err
     code, _, err = gptmini("train", "--data", "book/run")
-    assert (code, "book/run: no files found" in err) == (3, True)
+    problem = "book/run: a run, not a text; to resume it: gptmini train book/run\n"
+    assert (code, err) == (3, f"gptmini: {problem}")
 
 
 def test_a_run_is_resumed_without_the_tokenizer_file_it_began_with(gptmini, text_file: Path):
@@ -161,9 +164,41 @@ def test_a_mistyped_run_or_configuration_is_answered_with_the_nearest(gptmini):
         ("mien", "runs/mine?"),
         ("gpt2-124", "gpt2-124m?"),
         ("nothing-like-it", "choose one of "),
+        ("runs/default", "gptmini runs lists them"),
+        ("runs/mien", "runs/mine?"),
     ]:
         code, _, err = gptmini("train", name)
         assert (code, f"{name}: no " in err, meant in err) == (2, True, True), err
+
+
+def test_a_mistyped_text_is_answered_with_the_nearest_of_its_folder(gptmini):
+    Path("texts").mkdir()
+    Path("texts/My Draft.txt").write_text(WORDS)
+    Path("My Draft.txt").write_text(WORDS)
+    Path("runs/my-drafts/checkpoints").mkdir(parents=True)
+    Path("runs/my-drafts/config.yaml").touch()
+    for name in ("my draf.txt", "texts/MyDraft.txt", "texts/my draft"):
+        missing = f"{name}: no such file or directory; did you mean "
+        missing += f"{Path(name).with_name('My Draft.txt')}?"
+        for words in (["train", name], ["train", "--data", name]):
+            assert gptmini(*words) == (3, "", f"gptmini: {missing}\n")
+    (line,), code = app._explain(FileNotFoundError(2, "No such file", "my draf.txt"))
+    assert (code, line) == (5, "my draf.txt: no such file; did you mean My Draft.txt?")
+
+
+def test_a_name_with_spaces_without_quotes_is_answered_with_its_quotes(gptmini):
+    Path("My Long Draft.txt").write_text(WORDS)
+    Path("runs/draft three").mkdir(parents=True)
+    text = "'My Long Draft.txt'"
+    for command, quoted in [
+        ("train --data My Long Draft.txt", f"--data {text}"),
+        ("train My Long Draft.txt --steps 3", text),
+        ("data prepare --data My Long Draft.txt", f"--data {text}"),
+        ("generate runs/draft three --prompt It", "'runs/draft three'"),
+        ("train --from runs/draft three --data x", "--from 'runs/draft three'"),
+    ]:
+        code, _, err = gptmini(*command.split())
+        assert (code, err) == (2, f"gptmini: quote a name with spaces: {quoted}\n")
 
 
 def test_other_settings_are_refused_before_the_text_is_prepared(
@@ -182,6 +217,24 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     assert code == 2
     assert "model.n_layer: 1 in runs/text, now 2" in err
     assert "train.lr: 0.012 in runs/text, now 0.0001" in err
+
+
+def test_a_text_that_was_edited_is_learnt_by_the_command_in_the_message(gptmini):
+    for text in (WORDS * 40, f"New words. {WORDS * 40}"):
+        Path("My Draft.txt").write_text(text)
+        code, _, err = gptmini("train", "My Draft.txt", *SMALL)
+    assert (code, "My Draft.txt: the text has changed since runs/my-draft began; " in err) == (3, 1)
+    _, *words = shlex.split(err.partition("to learn it from this model: ")[2])
+    assert words == ["train", "--from", "runs/my-draft", "--data", "My Draft.txt"]
+    assert gptmini(*words, "--steps", "2")[0] == 0
+    assert gptmini("evaluate", "runs/my-draft-from-my-draft")[0] == 0
+
+
+def test_fine_tuning_that_only_harms_says_that_the_base_is_the_best(gptmini, text_file: Path):
+    assert gptmini("train", "text.txt", *SMALL)[0] == 0
+    harm = ["--set", "train.lr=5.0", "--set", "train.muon_lr=5.0", "--steps", "4"]
+    code, _, err = gptmini("train", "--from", "runs/text", "--data", "text.txt", *harm)
+    assert (code, "writes (no step was better than the base):\n" in err) == (0, True), err
 
 
 def test_a_missing_tracker_is_named_before_the_text_is_prepared(

@@ -267,7 +267,7 @@ def test_prose_alone_gets_neither(tmp_path):
 def test_too_few_conversations_are_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 2)
     config = tiny(data={"path": str(path)}, model={"context_length": 256})
-    with pytest.raises(DataError, match=r"too short \(2 conversations\) for"):
+    with pytest.raises(DataError, match=r"too short: 2 conversations, .* bytes; "):
         corpus.prepare_corpus(config)
 
 

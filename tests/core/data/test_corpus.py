@@ -240,13 +240,17 @@ def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
 
 def test_too_short_a_text_is_refused_with_a_length_that_is_enough(tmp_path: Path):
     path = tmp_path / "a.txt"
-    path.write_text("x" * 19)
-    config = tiny(data={"path": str(path)}, model={"context_length": 10})
-    expected = r"too short for validation in windows of 11 tokens; use about 104 bytes of text or"
-    with pytest.raises(DataError, match=expected):
-        corpora.prepare_corpus(config)
-    path.write_text("x" * 110)
+    config = tiny(data={"path": str(path)}, model={"context_length": 256})
+    for length in (15, 257, 2490):  # of which training, validation or both are too short
+        path.write_text("x" * length)
+        with pytest.raises(DataError) as error:
+            corpora.prepare_corpus(config)
+        needed = "training needs about 3,000"
+        assert error.value.lines == (f"{path}: too short: {length:,} bytes; {needed}",)
+    path.write_text("x" * 3000)
     corpora.prepare_corpus(config)
+    with pytest.raises(DataError, match=r" 20,000, or fewer with --set train\.seq_len=256"):
+        corpora.prepare_corpus(tiny(data={"path": str(path)}, model={"context_length": 1024}))
 
 
 def test_one_window_and_the_token_after_it_are_enough(tmp_path: Path):
@@ -257,7 +261,7 @@ def test_one_window_and_the_token_after_it_are_enough(tmp_path: Path):
     held_out.write_text("y" * 10)  # the end-of-text token stands before them
     assert corpora.prepare_corpus(config).held_out == 11
     held_out.write_text("y" * 9)
-    with pytest.raises(DataError, match="too short for validation in windows of 11 tokens"):
+    with pytest.raises(DataError, match=r"b\.txt: too short: 9 bytes; training needs about 20$"):
         corpora.prepare_corpus(config)
 
 

@@ -12,7 +12,7 @@ import pytest
 from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.data.formats import warn_once
-from gptmini.data.text import BUILTIN_CORPORA, Split, find_text, spool_stdin
+from gptmini.data.text import BUILTIN_CORPORA, Split, find_text, say_once, spool_stdin
 from gptmini.errors import DataError
 from tests.support import needs_posix
 
@@ -84,13 +84,13 @@ def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
     (folder / "cover.jpg").write_bytes(b"\xff\xd8\xff\xe0\0")
     (folder / "sub" / "x.dat").write_bytes(b"a\0")
     for path, expected, count in [
-        ("", ["a", "b", "c", "d"], "2 of 7"),
-        ("/*", ["a", "b"], "1 of 4"),
+        ("", ["a", "b", "c", "d"], "5 of 7 files read; skipped cover.jpg, x.dat"),
+        ("/*", ["a", "b"], "3 of 4 files read; skipped cover.jpg"),
     ]:
         assert texts(f"{folder}{path}") == expected
         first, *each = capsys.readouterr().err.splitlines()
-        assert first == f"warning: {folder}{path}: {count} files skipped:"
-        assert len(each) == int(count[0])
+        assert first == f"warning: {folder}{path}: {count}"
+        assert len(each) == count.count(".")
         problem = "binary data, not plain text; unpack it, or choose a text file"
         assert each[0] == f"  {folder}/cover.jpg: {problem}"
     with pytest.raises(DataError, match=r"cover.jpg: binary data, not plain text; unpack"):
@@ -112,9 +112,12 @@ def test_what_stops_a_named_file_does_not_stop_its_folder(folder: Path, capsys):
         (folder / name).write_bytes(content)
     assert texts(str(folder)) == ["a", "b", "c", "d"]
     warning, *skipped = capsys.readouterr().err.splitlines()
-    assert warning == f"warning: {folder}: 4 of 9 files skipped:"
+    assert warning == (
+        f"warning: {folder}: 5 of 9 files read; skipped events.jsonl, numbers.csv, desktop.ini, "
+        f"latin.c"
+    )
     assert "events.jsonl:1: no field 'text' (it has: event); " in skipped[1]
-    assert skipped[2].endswith("from Latin-1: iconv -f latin1 -t utf-8 OLD > NEW")
+    assert f"{folder}/latin.c > {folder}/latin-utf8.c; or mark" in skipped[2]
     with pytest.raises(DataError) as error:
         find_text([str(folder / name) for name in UNREADABLE], DataConfig())
     assert len(error.value.lines) == len(UNREADABLE)
@@ -125,33 +128,38 @@ def test_of_many_skipped_files_one_of_records_is_named(folder: Path, capsys):
         (folder / f"{number}.jpg").write_bytes(b"\0")
     (folder / "events.jsonl").write_bytes(b'{"event": "a"}\n')
     assert texts(str(folder)) == ["a", "b", "c", "d"]
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert "11 of 16 files skipped, such as" in warning
-    assert "events.jsonl:1: no field 'text'" in warning
+    warning, example = capsys.readouterr().err.splitlines()
+    assert "5 of 16 files read; skipped events.jsonl, 0.jpg, 1.jpg" in warning
+    assert warning.endswith("8.jpg and 1 more")
+    assert "events.jsonl:1: no field 'text'" in example
 
 
-def test_a_warning_comes_once_for_all_commands(folder: Path, capsys):
-    (folder / "cover.jpg").write_bytes(b"\0")
-    for expected in (1, 0):
-        warn_once.cache_clear()  # as in another process
+def test_every_command_says_which_files_it_reads_and_once_why_not_the_others(folder: Path, capsys):
+    def read_in_another_process() -> str:
+        warn_once.cache_clear()
+        say_once.cache_clear()
         texts(str(folder))
-        assert capsys.readouterr().err.count("warning: ") == expected
-    (folder / "e.txt").write_text("e")
-    texts(str(folder))
-    assert "1 of 7 files skipped" in capsys.readouterr().err
+        texts(str(folder))
+        return capsys.readouterr().err
+
+    assert read_in_another_process() == f"{folder}: 5 of 5 files read\n"
+    (folder / "cover.jpg").write_bytes(b"\0")
+    warning = f"warning: {folder}: 5 of 6 files read; skipped cover.jpg\n"
+    assert read_in_another_process().startswith(f"{warning}  {folder}/cover.jpg: binary data, ")
+    assert read_in_another_process() == warning
 
 
 def test_a_warning_needs_no_cache(folder: Path, capsys, monkeypatch):
     monkeypatch.setenv("GPTMINI_CACHE", "/dev/null/x")
     (folder / "cover.jpg").write_bytes(b"\0")
     texts(str(folder))
-    assert "1 of 6 files skipped" in capsys.readouterr().err
+    assert "5 of 6 files read; skipped cover.jpg" in capsys.readouterr().err
 
 
 def test_a_file_that_is_read_twice_is_reported(folder: Path, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     assert texts(".", str(folder / "b.md")) == ["a", "b", "c", "d", "b"]
-    (warning,) = capsys.readouterr().err.splitlines()
+    _, warning = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: {folder / 'b.md'}: read twice; ")
 
 
@@ -165,7 +173,7 @@ def test_runs_are_no_text(folder: Path, capsys):
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "e.txt").write_text("chess")
     assert texts(str(folder)) == ["a", "b", "chess", "c", "d"]
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["e.html", "e.json", "e.tsv", "e.ipynb.gz"])
@@ -176,7 +184,8 @@ def test_markup_is_read_with_a_warning(folder: Path, capsys, name):
     for _ in range(2):  # and one warning
         assert texts(str(folder / "sub")) == ["c", content.decode(), "d"]
     warning = "trained on with its markup; to avoid that, extract the text"
-    assert capsys.readouterr().err == f"warning: {folder}/sub/{name}: {warning}\n"
+    _, said = capsys.readouterr().err.splitlines()
+    assert said == f"warning: {folder}/sub/{name}: {warning}"
 
 
 def test_carriage_returns_change_the_digest(folder: Path):
@@ -210,7 +219,7 @@ def test_what_is_no_file_is_skipped_in_folders(folder: Path, capsys):
         listening.bind(str(folder / "socket"))
     assert texts(str(folder)) == texts(f"{folder}/**") == ["a", "b", "c", "d"]
     said = capsys.readouterr().err
-    assert said.count("2 of 7 files skipped:") == 2
+    assert said.count("5 of 7 files read; skipped ") == 2
     assert said.count("sub/fifo: not a regular file; pipe it in with --data -") == 2
     with pytest.raises(DataError, match="socket: not a regular file"):
         texts(str(folder / "socket"))
@@ -248,9 +257,9 @@ def test_what_may_not_be_read_is_skipped_in_folders(folder: Path, monkeypatch, c
     monkeypatch.setattr(os, "walk", refuse_folder)
     assert texts(str(folder)) == ["a", "b"]
     first, *skipped = sorted(capsys.readouterr().err.splitlines(), reverse=True)
-    assert first == f"warning: {folder}: 2 of 5 files skipped:"
+    assert first == f"warning: {folder}: 3 of 5 files read; skipped deep, c.txt"
     assert all("permission denied; check" in line for line in skipped)
-    with pytest.raises(DataError, match=r"sub/c.txt: permission denied; check the path"):
+    with pytest.raises(DataError, match=r"sub/c.txt: permission denied; check its permissions"):
         texts(str(folder / "sub" / "c.txt"))
 
 

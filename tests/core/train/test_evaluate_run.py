@@ -107,7 +107,7 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     assert found.loss == pytest.approx(best["val_loss"], rel=1e-6)
     assert found.tokens.sum() == len(text) - 1
     text_file.write_text(text_file.read_text() + "more")
-    with pytest.raises(DataError, match="not the text"):
+    with pytest.raises(DataError, match="text has changed"):
         load_corpus(run)
 
 

@@ -39,7 +39,7 @@ def test_each_option_reaches_the_page(gptmini, run, monkeypatch, words, out, opt
 
     def note(run: Any, *arguments: Any, **named: Any) -> export.ExportedPage:
         exported.append((run.path, run.weights, *arguments, *named.values()))
-        return export.ExportedPage(1234, "int8")
+        return export.ExportedPage(1234, "int8", "the end")
 
     monkeypatch.setattr(export, "export_page", note)
     code, printed, err = gptmini(words[0], run, *words[1:])
@@ -48,3 +48,4 @@ def test_each_option_reaches_the_page(gptmini, run, monkeypatch, words, out, opt
     if words[0] == "export":
         assert printed == f"{out}\n"
         assert "1,234 bytes, weights in int8" in err
+        assert re.search(r"it opens on 7 held-out characters of .*text\.txt\n", err)
