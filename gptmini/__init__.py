@@ -54,7 +54,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "make_random_number": "generate.filters",
     "sample_token": "generate.filters",
 }
-__all__ = [  # without extras/, which may be missing
+__all__ = [
     "GPT",
     "Attention",
     "Batches",
@@ -66,10 +66,13 @@ __all__ = [  # without extras/, which may be missing
     "Run",
     "Tokenizer",
     "attend",
+    "compare",
     "compute_learning_rate",
     "errors",
     "evaluate",
+    "export_run",
     "fit",
+    "import_model",
     "iter_validation_batches",
     "load",
     "make_mask",

@@ -1,11 +1,16 @@
-"""A model of your own: build it, find what is not gptmini's in it, check that its cache is right.
+"""A model of your own: build it, find what is not gptmini's in it, check it, know it again.
 
 An attention that reads the KV cache wrongly trains well and writes nonsense. So it is asked once
 for the same logits token by token and by whole texts, and generates without a cache if they differ.
+One that sees later tokens is refused: its loss falls below what any GPT can reach. And a run keeps
+a few logits of the model that it began with, since no file has its code.
 """
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +26,16 @@ CHECKED_TOKENS = 16
 # A share of the largest logit. Rounding makes 1e-6 of it in float32, and 1e-3 where a GPU
 # multiplies with fewer bits.
 TOLERANCE = 1e-2
+# The same of logits that have no cause to differ. Rounding makes 1e-6; scores that are larger by
+# 1 %, 4e-3.
+CLOSE = 1e-4
+START_TOKENS = 512  # so many show a longer window, and cost a second in a large model
+BuildModel = Callable[[ModelConfig], GPT]
 # Of torch, what gptmini's models are built of.
 CLASSES_OF_TORCH = (nn.Embedding, nn.LayerNorm, nn.Linear, nn.ModuleList)
 
 
-def build_own_model(build: Callable[[ModelConfig], GPT], config: ModelConfig) -> GPT:
+def build_own_model(build: BuildModel, config: ModelConfig) -> GPT:
     """Call the builder that somebody gave; ConfigError if that is none, or returns no GPT."""
     model = None if isinstance(build, nn.Module) else build(config)
     if not isinstance(model, GPT):
@@ -42,11 +52,69 @@ def find_own_module(model: GPT) -> str | None:
     return None
 
 
-def check_cache(model: GPT) -> None:
-    """Let a model generate without a cache, and say so, if it computes something else with one.
+def measure_start(build: BuildModel, config: ModelConfig) -> list[float]:
+    """Measure a few logits of a new model; other code or other first weights change them.
 
-    It asks a copy: what a module keeps of a pass in inference mode cannot be trained through.
+    Empty where it differs from call to call, or fails on a CPU. ConfigError if two calls return the
+    same weights: a second run would begin with what the first has learnt.
     """
+    models = []
+    for _ in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            models.append(build_own_model(build, config))
+    first, second = ({id(p) for p in each.parameters() if p.requires_grad} for each in models)
+    if first & second:
+        raise ConfigError("model: returned the same weights twice; make new ones in each call")
+    tokens = torch.arange(min(config.context_length, START_TOKENS))  # (T,)
+    tokens %= models[0].embed.num_embeddings
+    measured: list[list[float]] = [[], []]
+    with suppress(Exception), torch.inference_mode():  # modules of your own may raise anything
+        for model, numbers in zip(models, measured, strict=True):
+            logits = _copy_with_noise(model).cpu()(tokens[None])[0]  # (T, V)
+            numbers.extend(logits[:: max(1, len(tokens) // 16), 0].tolist())
+    return measured[0] if measured[0] == measured[1] else []
+
+
+def check_same_start(
+    run: Path, state: dict[str, Any], build: BuildModel, config: ModelConfig
+) -> None:
+    """Raise ConfigError if a run began with other code, or other first weights, than this."""
+    before = state.get("own_logits")
+    if not before:  # an older run
+        return
+    gaps = [abs(a - b) for a, b in zip(before, measure_start(build, config), strict=False)]
+    if gaps and max(gaps) > CLOSE * max(map(abs, before)):
+        raise ConfigError(
+            f"{run}: the model computes something else than when this run began; restore its code, "
+            f"or choose another folder"
+        )
+
+
+def _copy_with_noise(model: GPT) -> GPT:
+    """Copy a model, with fixed numbers added: a weight of zero would hide what it multiplies."""
+    asked = copy.deepcopy(model).eval()
+    generator = torch.Generator().manual_seed(0)
+    for weights in asked.parameters():
+        noise = torch.randn(weights.shape, generator=generator).to(weights)
+        weights.add_(noise, alpha=weights.numel() ** -0.25)
+    return asked
+
+
+def check_own_model(model: GPT) -> None:
+    """Raise ConfigError for a model whose logits depend on later tokens.
+
+    Let it generate without a cache, and say so, if it computes something else with one. It asks a
+    copy: what a module keeps of a pass in inference mode cannot be trained through.
+    """
+    leak = None
+    with suppress(Exception):
+        leak = _find_leak(model)
+    if leak is not None:
+        raise ConfigError(
+            f"model: position {leak} depends on later tokens, so its loss would mean nothing; hide "
+            f"them in `mask` (docs/own-attention.md)"
+        )
     asked = copy.deepcopy(model).eval()
     reached = [""]
     for layer, block in enumerate(asked.blocks):
@@ -66,6 +134,22 @@ def check_cache(model: GPT) -> None:
             f"model: cached and uncached logits differ ({problem}); generating without a KV "
             f"cache, which is slower"
         )
+
+
+@torch.inference_mode()
+def _find_leak(model: GPT) -> int | None:
+    """Return the first position whose logits change with later tokens, and not without; or None."""
+    asked = _copy_with_noise(model)
+    T = min(model.config.context_length, CHECKED_TOKENS)
+    V = model.embed.num_embeddings
+    tokens = torch.arange(T, device=model.device) % V  # (T,)
+    logits = asked(tokens[None])[0]  # (T, V)
+    for n in (T, *range(1, T)):
+        changed = torch.cat([tokens[:n], (tokens[n:] + 1) % V])  # (T,)
+        difference = asked(changed[None])[0, :n] - logits[:n]  # (n, V)
+        if difference.abs().max() > CLOSE * logits.abs().max():
+            return None if n == T else n - 1
+    return None
 
 
 @torch.inference_mode()

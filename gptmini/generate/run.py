@@ -29,7 +29,12 @@ from gptmini.errors import ConfigError, DataError, explain_missing_part
 from gptmini.generate import precision
 from gptmini.generate.engine import Engine, TorchEngine, open_engine
 from gptmini.generate.filters import compute_logprob
-from gptmini.generate.own_model import build_own_model, check_cache, find_own_module
+from gptmini.generate.own_model import (
+    build_own_model,
+    check_own_model,
+    check_same_start,
+    find_own_module,
+)
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.sequence import Sequence, ban_end_tokens, build_token_bias, encode_start
 from gptmini.machine import CPP_COMPILERS, find_compiler, multiplies_bfloat16, pick_device
@@ -198,8 +203,8 @@ class Run:
             names = {field.name for field in fields(Progress)}
             known = {name: value for name, value in self.state.items() if name in names}
             begun: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint}
-            # The best evaluation was of other weights, if these have changed.
-            progress = Progress(**begun | known | {"best": None})
+            # The best evaluation was of other weights, if these have changed, or their modules.
+            progress = Progress(**begun | known | {"best": None, "own_logits": []})
             progress.own_model |= find_own_module(self._model) is not None
             directory.save(Checkpoint(asdict(progress), self.model.state_dict(), {}))
 
@@ -535,7 +540,11 @@ def load_run(
     net.eval().load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
     if model is not None:
-        check_cache(net)
+        check_own_model(net)
+        try:  # these weights under another mask may be a question of yours
+            check_same_start(directory.path, checkpoint.state, model, config.model)
+        except ConfigError as error:
+            warn(f"{error}")
     precision.round_weights(net, weights if rounds_model else "float32")
     target = _pick_device(device, net)
     if target.type != "cpu" and not (weights == "bfloat16" and multiplies_bfloat16(target)):

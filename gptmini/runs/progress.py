@@ -1,6 +1,6 @@
 """How far a run has come: what a checkpoint says of it beside its tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ class Progress:
     evaluation; `corpus` and `tokenizer` are SHA-256 digests; `loss_scale` keeps gradients in the
     range of float16 and is 1 for other types; `deterministic` is that of Compute; `source` is what
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
-    `own_model` says that it was trained with a custom model, which no configuration describes, and
-    `own_optimizer` names the class of a custom optimizer.
+    `own_model` says that it was trained with a custom model, which no configuration describes,
+    `own_logits` are a few of those that it began with, and `own_optimizer` names the class of a
+    custom optimizer.
     """
 
     corpus: str
@@ -37,6 +38,7 @@ class Progress:
     deterministic: bool = False
     source: str = ""
     own_model: bool = False
+    own_logits: list[float] = field(default_factory=list)
     own_optimizer: str = ""
 
     def to_metrics(self) -> dict[str, Any]:

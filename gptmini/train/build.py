@@ -12,7 +12,7 @@ from torch import Tensor
 from gptmini import machine
 from gptmini.console import show_elapsed
 from gptmini.errors import ConfigError, MachineError
-from gptmini.generate.own_model import build_own_model, check_cache
+from gptmini.generate.own_model import build_own_model, check_own_model, measure_start
 from gptmini.generate.sequence import build_token_bias
 from gptmini.model.compile import compile_blocks
 from gptmini.model.gpt import GPT
@@ -80,7 +80,7 @@ def _build_model(plan: Plan, own: CustomParts, group: Group) -> GPT:
         model = group.create_model(config.model, compute)
     else:
         model = build_own_model(own.model, config.model).to(compute.device)
-        check_cache(model)
+        check_own_model(model)
     model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.train.compile == "on":
         if compute.device.type == "cpu" and not machine.has_compiler():
@@ -138,5 +138,6 @@ def _start_progress(plan: Plan, own: CustomParts, optimizer: Optimizer) -> Progr
         loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
         deterministic=compute.deterministic,
         own_model=own.model is not None,
+        own_logits=measure_start(own.model, plan.config.model) if own.model else [],
         own_optimizer=type(optimizer.optimizers[0]).__name__ if own.optimizer else "",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
+from gptmini.generate.own_model import check_same_start
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
 from gptmini.runs.tensors import check_weights, find_infinite
@@ -133,8 +134,9 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
+    state = {"own_logits": []} | checkpoint.state  # older runs have none
     try:
-        saved = Progress(**{each.name: checkpoint.state[each.name] for each in fields(Progress)})
+        saved = Progress(**{each.name: state[each.name] for each in fields(Progress)})
     except KeyError as missing:
         raise CheckpointError(
             f"{run.checkpoints}: step {checkpoint.step} lacks {missing.args[0]}, perhaps begun by "
@@ -142,10 +144,14 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
             f"{run.path}"
         ) from None
     if saved.own_model and training.own.model is None:
-        remedy = f'gptmini.fit("{run.path}/config.yaml", "{run.path}", model=build)'
+        config = f'gptmini.load("{run.path}", model=build).config'
+        config += f".with_train(steps={training.config.train.steps})"
+        remedy = f'gptmini.fit({config}, "{run.path}", model=build)'
         raise ConfigError(describe_own_model(run.path, remedy))
     if training.own.model is not None and not saved.own_model:
         raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
+    if training.own.model is not None:
+        check_same_start(run.path, state, training.own.model, training.config.model)
     if saved.step > 0 and saved.own_optimizer != training.progress.own_optimizer:
         raise ConfigError(
             f"{run.path}: was trained with {saved.own_optimizer or 'the optimizer of gptmini'}; "

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import gptmini
 from tests.support import ROOT
 
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -20,6 +21,8 @@ PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def test_every_program_of_the_page_runs(page, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    used = set(re.findall(r"gptmini\.(\w+)", (ROOT / f"docs/{page}.md").read_text()))
+    assert {name for name in used if hasattr(gptmini, name)} <= {*gptmini.__all__}
     names: dict[str, object] = {}
     for number, program in enumerate(PROGRAM.findall((ROOT / f"docs/{page}.md").read_text()), 1):
         few = program.replace('"steps": 200', '"steps": 4').replace("seeds=3", "seeds=1")

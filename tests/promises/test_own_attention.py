@@ -20,7 +20,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | r
 @pytest.fixture(scope="module")
 def classes() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    for program in PROGRAMS[:2]:
+    for program in PROGRAMS[:3]:
         exec(program, names)
     return names
 
@@ -87,8 +87,15 @@ def test_a_sink_takes_part_in_the_softmax(classes):
                 torch.testing.assert_close(found[row, head, t], expected)
 
 
+def test_first_and_last_sees_the_first_token_and_those_of_its_window(classes):
+    layer, _ = make(classes["FirstAndLastAttention"])
+    (mask,) = layer.mask(torch.arange(40), torch.arange(40), {})  # (T, S)
+    assert mask.tolist() == [[s == 0 or t - 16 < s <= t for s in range(40)] for t in range(40)]
+
+
 @pytest.mark.parametrize(
-    ("name", "window"), [("DifferentialAttention", 5), ("SinkAttention", None)]
+    ("name", "window"),
+    [("DifferentialAttention", 5), ("SinkAttention", None), ("FirstAndLastAttention", None)],
 )
 def test_stepwise_they_are_what_they_are_of_a_whole_text(name, window, classes):
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ All is trained in this process, where a model may be of any code.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from gptmini import files
 from gptmini.config import yamlfile
 from gptmini.config.load import SET_BY_MINUTES, override, read_config
-from gptmini.config.settings import Config, ModelConfig
+from gptmini.config.settings import Config
 from gptmini.console import format_count, say, warn
 from gptmini.doors import load_plots
 from gptmini.errors import ConfigError, DivergedError, MachineError
@@ -31,14 +31,13 @@ from gptmini.extras.compare.share import share_choices
 from gptmini.extras.compare.statistics import Difference, import_scipy
 from gptmini.extras.compare.tune import Tried, choose_next_rate, find_best_rate, multiply_rates
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
+from gptmini.generate.own_model import BuildModel, check_same_start
 from gptmini.generate.run import load_run
-from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.api import fit
 from gptmini.train.evaluate_run import evaluate_text
 from gptmini.train.kept_losses import Split
 
-BuildModel = Callable[[ModelConfig], GPT]
 Settings = Mapping[str, Any]
 
 
@@ -95,8 +94,8 @@ def compare(
     rates, further while the best is at an end, and all seeds train at the variant's best. Losses
     are those of the held-out part that `split` names: by default "validation", with `tune` "test"
     where `data.test` is set. `out` gets the runs, tables and the picture; the same call resumes,
-    and trains nothing twice. A builder that has changed needs another `out`. Raises what `fit`
-    does, ConfigError if `out` has another comparison, and MachineError without scipy.
+    and trains nothing twice. Raises what `fit` does, ConfigError if `out` has another comparison or
+    a builder has changed, and MachineError without scipy.
     """
     base = read_config(config)
     configs: dict[str, Config] = {}
@@ -282,11 +281,13 @@ def _train(run: TrainingRun, config: Config, split: Split, title: str) -> None:
 
 
 def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None) -> None:
-    """ConfigError for a run that was begun by other settings, or with another kind of model."""
+    """ConfigError for a run that was begun by other settings, or with another model."""
     is_same = _dump_settings(run.load_request()) == _dump_settings(config)
     if run.list_steps():
         state = run.load_best(with_model=False).state
         is_same = is_same and bool(state.get("own_model")) == (model is not None)
+        if is_same and model is not None:
+            check_same_start(run.path, state, model, run.load_config().model)
     if not is_same:
         raise ConfigError(
             f"{run.path}: belongs to a different comparison; choose another directory with --out"

@@ -14,11 +14,11 @@ import gptmini as package
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, Stopped
 from gptmini.generate.engine import TorchEngine, open_engine
-from gptmini.generate.own_model import find_own_module
+from gptmini.generate.own_model import check_own_model, find_own_module, measure_start
 from gptmini.model.attention import Attention
 from gptmini.model.cache import LayerCache, NoCache
 from gptmini.model.gpt import GPT
-from gptmini.runs.directory import RunDirectory
+from gptmini.runs.directory import Checkpoint, RunDirectory
 from tests.support import SMALL, TINY
 
 
@@ -129,6 +129,143 @@ def test_one_that_breaks_the_cache_is_told_so_and_generates_without(
     assert text == run.decode(tokens[-5:])
 
 
+class Ahead(Attention):
+    """Sees one token ahead."""
+
+    def mask(self, queries: Tensor, keys: Tensor, shared: object) -> Tensor:
+        return package.make_mask(queries + 1, keys)
+
+
+class InPairs(Attention):
+    """Sees to the end of its pair of tokens, and begins by adding nothing."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        nn.init.zeros_(self.o_proj.weight)
+
+    def mask(self, queries: Tensor, keys: Tensor, shared: object) -> Tensor:
+        return package.make_mask(queries | 1, keys)
+
+
+class Noisy(Attention):
+    """Draws in each pass, as dropout does that is never off."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        mixed = super().mix(q, k, v, cache)
+        return mixed + torch.randn_like(mixed)
+
+
+class Whole(Attention):
+    """Takes nothing but whole texts."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        assert (q.shape[2], q.requires_grad) == (16, True)
+        return super().mix(q, k, v, cache)
+
+
+@pytest.mark.parametrize("attention", [Ahead, InPairs])
+@pytest.mark.parametrize("n_layer", [1, 2])
+def test_one_that_sees_later_tokens_is_refused(attention, n_layer, config, capfd):
+    config = config | {"model": {**config["model"], "n_layer": n_layer}}
+    with pytest.raises(ConfigError, match="model: position 0 depends on later tokens, "):
+        package.fit(config, "own", model=lambda config: exchange(config, attention))
+    assert not Path("own").exists()
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_one_of_which_it_cannot_be_told_is_not_refused(config):
+    torch.manual_seed(0)
+    check_own_model(exchange(ModelConfig(vocab_size=9, n_layer=2, n_head=4, d_model=32), Noisy))
+    sizes = ModelConfig(vocab_size=9, **config["model"])
+    check_own_model(exchange(sizes, Whole))
+    assert measure_start(lambda config: exchange(config, Whole), sizes) == []
+
+
+class Sink(Attention):
+    """Adds a vector to what each head has mixed, and nothing to the residual stream at first."""
+
+    start = 0.0
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        nn.init.zeros_(self.o_proj.weight)
+        self.sink = nn.Parameter(torch.full((self.head_dim,), self.start))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        return super().mix(q, k, v, cache) + self.sink
+
+
+class OtherStart(Sink):
+    start = 0.1
+
+
+class OtherMask(Sink):
+    def mask(self, queries: Tensor, keys: Tensor, shared: object) -> Tensor:
+        return package.make_mask(queries, keys, 9)
+
+
+CHANGED = "own: the model computes something else than when this run began; restore its code, or"
+
+
+@pytest.mark.parametrize("other", [OtherStart, OtherMask])
+def test_a_run_goes_on_with_the_code_that_it_began_with(other, config, capfd):
+    longer = config | {"train": {**config["train"], "steps": 8}}
+    package.fit(config, "own", model=lambda config: exchange(config, Sink))
+    package.load("own", model=lambda config: exchange(config, Sink))
+    assert "warning" not in capfd.readouterr().err
+    for asked in (config, longer):  # finished, and not
+        with pytest.raises(ConfigError, match=CHANGED):
+            package.fit(asked, "own", model=lambda config: exchange(config, other))
+    run = package.load("own", model=lambda config: exchange(config, other))
+    assert capfd.readouterr().err.count(f"warning: {CHANGED}") == 1
+    run.save("by-hand")  # whose code nobody has measured
+    package.load("by-hand", model=lambda config: exchange(config, other))
+    assert "warning" not in capfd.readouterr().err
+    package.fit(longer, "own", model=lambda config: exchange(config, Sink))
+
+
+def test_a_run_that_kept_no_logits_goes_on_with_any_code(config, monkeypatch):
+    write = RunDirectory.save
+
+    def save_as_before(run: RunDirectory, checkpoint: Checkpoint, keep: int = 2) -> None:
+        checkpoint.state.pop("own_logits")
+        write(run, checkpoint, keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "save", save_as_before)
+        package.fit(config, "own", model=lambda config: exchange(config, Sink))
+    longer = config | {"train": {**config["train"], "steps": 8}}
+    assert package.fit(longer, "own", model=lambda config: exchange(config, OtherMask)).step > 0
+
+
+def test_a_builder_makes_new_weights_in_each_call(config):
+    sizes = ModelConfig(vocab_size=257, **config["model"])
+    model = build(sizes)
+    gate = nn.Linear(32, 4)
+
+    def share_gate(config: ModelConfig) -> GPT:
+        model = build(config)
+        for block in model.blocks:
+            block.attn.gate = gate
+        return model
+
+    for wrong in (lambda config: model, share_gate):
+        with pytest.raises(ConfigError, match="model: returned the same weights twice"):
+            package.fit(config, "own", model=wrong)
+    assert not Path("own").exists()
+    gate.requires_grad_(False)  # what is not trained may be shared
+    assert measure_start(share_gate, sizes)
+    generator = torch.Generator().manual_seed(0)  # it goes on from call to call
+
+    def draw(config: ModelConfig) -> GPT:
+        model = build(config)
+        nn.init.normal_(model.embed.weight, generator=generator)
+        return model
+
+    package.fit(config, "own", model=draw)
+    package.fit(config, "own", model=draw)
+
+
 def test_the_lines_that_refuse_it_are_python_that_works(gptmini, config, text_file):
     package.fit(config, "own", model=build)
     names = {"gptmini": package, "build": build, "config": config}
@@ -143,13 +280,13 @@ def test_the_lines_that_refuse_it_are_python_that_works(gptmini, config, text_fi
         assert eval(use, names)
         assert eval(evaluate, names).loss > 0
     for words, steps in (
-        (["train", "own/config.yaml", "--out", "own", "--steps", "9"], 6),
+        (["train", "own/config.yaml", "--out", "own", "--steps", "9"], 9),
         (["train", "--data", str(text_file), "--from", "own", "--out", "next", *SMALL[2:]], 6),
     ):
         code, _, err = gptmini(*words)
         assert code == 2
         (line,) = re.findall("own: has a model of its own; in Python: (.*)\n", err)
-        assert eval(line, names).step <= steps
+        assert eval(line, names).step == steps
     based = RunDirectory(Path("next"))
     assert based.load_config().base.run == "own"
     assert isinstance(package.load("next", model=build).model.blocks[0].attn, Gated)

@@ -264,19 +264,20 @@ def test_without_scipy_nothing_is_trained(gptmini, text_file, tmp_path, monkeypa
 class Gated(nn.Module):
     """Attention with a gate on its output, which no configuration describes."""
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: nn.Module, sign: int) -> None:
         super().__init__()
         self.attention = attention
+        self.sign = sign
         self.gate = nn.Linear(32, 32)
 
     def forward(self, x: Tensor, *rest: object) -> Tensor:
-        return self.gate(x).sigmoid() * self.attention(x, *rest)
+        return (self.sign * self.gate(x)).sigmoid() * self.attention(x, *rest)
 
 
-def build_gated(config: package.ModelConfig) -> package.GPT:
+def build_gated(config: package.ModelConfig, sign: int = 1) -> package.GPT:
     model = package.GPT(config)
     for block in model.blocks:
-        block.attn = Gated(block.attn)
+        block.attn = Gated(block.attn, sign)
     return model
 
 
@@ -302,6 +303,9 @@ def test_settings_and_builders_are_compared_from_python(text_file, tmp_path, gpt
     assert again.to_dict() == found.to_dict()
     with pytest.raises(ConfigError, match="gated/seed-1337: belongs to a different comparison"):
         from_python(text_file, variants | {"gated": {}}, "c", 1)
+    changed = {"gated": lambda config: build_gated(config, -1)}
+    with pytest.raises(ConfigError, match="gated/seed-1337: the model computes something else th"):
+        from_python(text_file, variants | changed, "c", 1)
     (tmp_path / "c/gated/seed-1337/losses-validation.json").unlink()
     code, _, err = gptmini("compare", *map(str, seeds_of(found)), "--out", "d")
     assert (code, "with gptmini.evaluate(gptmini.load(" in err) == (4, True)
