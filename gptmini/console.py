@@ -80,12 +80,12 @@ def format_count(number: float, noun: str) -> str:
     return f"{digits} {noun}{plural}"
 
 
-def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
-    """Write texts to stdout as they arrive; control characters reach a terminal only if `raw`.
+def stream_to_stdout(texts: Iterable[str]) -> bool:
+    """Write texts to stdout as they arrive; control characters do not reach a terminal.
 
     Returns False if the reader closed the pipe, as `| head` does; that is not an error.
     """
-    escape = sys.stdout.isatty() and not raw
+    escape = sys.stdout.isatty()
     try:
         for text in texts:
             sys.stdout.write(escape_control_characters(text) if escape else text)

@@ -114,7 +114,6 @@ for _group in (app, data_app, tokenizer_app):
 # OpenMP threads look for work?).
 OPENMP_SPIN_COUNT = "10000"
 
-MAX_WORDS = 10  # in the name of a file
 CLOSED_PIPE_SIGNAL = 13  # SIGPIPE, which Python ignores and Windows lacks
 # Windows has no SIGHUP.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -236,7 +235,7 @@ def _find_unquoted(words: list[str]) -> str | None:
     """Find a file whose name has spaces and was typed as several words; quoted, with its option."""
     for begin, end in combinations(range(len(words) + 1), 2):
         name = " ".join(words[begin:end])
-        if 1 < end - begin <= MAX_WORDS and os.path.exists(name):
+        if end - begin > 1 and os.path.exists(name):
             option = [word for word in words[:begin][-1:] if word.startswith("--")]
             return " ".join([*option, console.quote(name)])
     return None

@@ -143,8 +143,8 @@ def _print_texts(prompt: str, samples: int, batches: "Iterator[Generation]") -> 
             whole = (f"--- {text.number + 1}\n{prompt}{text.text}\n" for text in texts)
             if not console.stream_to_stdout(whole):
                 return
-        if sys.stderr.isatty():
-            console.say(_describe_speed(generation))
+        if all(text.finish_reason == "length" for text in texts) and sys.stderr.isatty():
+            console.say(f"stopped at --max-new-tokens {len(texts[0].tokens)}")
 
 
 def _print_json(generations: "list[Generation]") -> None:
@@ -191,19 +191,6 @@ def print_answer(
     except KeyboardInterrupt:
         console.stream_to_stdout(["\n"])
     return generation.samples[0].text if generation else ""
-
-
-def _describe_speed(generation: "Generation") -> str:
-    speed = generation.n_tokens / max(generation.seconds, 1e-9)
-    line = (
-        f"{generation.n_tokens:,} tokens at {speed:,.0f} tokens/s, first token after "
-        f"{generation.time_to_first_token * 1000:.0f} ms ({generation.engine} engine)"
-    )
-    if generation.drafted:
-        line += f"; {generation.accepted:,} of {generation.drafted:,} drafted tokens accepted"
-    if all(sample.finish_reason == "length" for sample in generation.samples):
-        line += f"; stopped at --max-new-tokens {len(generation.samples[0].tokens)}"
-    return line
 
 
 def read_line() -> str | None:

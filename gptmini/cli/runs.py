@@ -5,38 +5,15 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gptmini.cli.options import RUNS_FOLDER, AsJson, argument
 from gptmini.console import format_bytes, format_table, say
 from gptmini.errors import CheckpointError, GptminiError
 from gptmini.files import get_cache_folder, is_run
 
-
-@dataclass(frozen=True)
-class RunSummary:
-    """A line of the list.
-
-    `step` is the last one that was logged if the run is being trained, else that of the newest
-    checkpoint. `val_loss` and `val_bpb` are the last that were logged, of `eval_tokens` of the
-    held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
-    or its base was imported from. A model of your own has `parameters` that only its code knows:
-    None. `problem` says why a run cannot be read.
-    """
-
-    path: str
-    bytes: int
-    written: float
-    being_trained: bool = False
-    step: int | None = None
-    steps: int | None = None
-    parameters: int | None = None
-    val_loss: float | None = None
-    val_bpb: float | None = None
-    eval_tokens: int | None = None
-    source: str = ""
-    problem: str = ""
+Facts = dict[str, Any]
 
 
 def list_runs(
@@ -53,10 +30,7 @@ def list_runs(
     cache = get_cache_folder()
     cache_size, _ = _measure_files(cache)
     if as_json:
-        facts = {
-            "runs": [asdict(run) for run in runs],
-            "cache": {"path": str(cache), "bytes": cache_size},
-        }
+        facts = {"runs": runs, "cache": {"path": str(cache), "bytes": cache_size}}
         print(json.dumps(facts))
         return
     if runs:
@@ -83,7 +57,15 @@ def _find_runs(folder: Path) -> Iterator[Path]:
             yield from _find_runs(child)
 
 
-def _summarize(path: Path) -> RunSummary:
+def _summarize(path: Path) -> Facts:
+    """Collect what --json prints of a run.
+
+    `step` is the last one that was logged if the run is being trained, else that of the newest
+    checkpoint. `val_loss` and `val_bpb` are the last that were logged, of `eval_tokens` of the
+    held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
+    or its base was imported from. A model of your own has `parameters` that only its code knows:
+    None. `problem` says why a run cannot be read.
+    """
     from gptmini.plan.cost import count_parameters
     from gptmini.runs.directory import RunDirectory
     from gptmini.runs.log import read_metrics, select_numbers
@@ -91,31 +73,28 @@ def _summarize(path: Path) -> RunSummary:
     run = RunDirectory(path)
     size, written = _measure_files(path)
     being_trained = run.is_locked()
+    facts: Facts = {"path": str(path), "bytes": size, "written": written}
+    facts["being_trained"] = being_trained
+    facts |= dict.fromkeys(["step", "steps", "parameters", "val_loss", "val_bpb", "eval_tokens"])
+    facts |= {"source": "", "problem": ""}
     try:
         config = run.load_config()
         metrics = read_metrics(run.metrics_file)
     except (GptminiError, OSError) as error:
         lines = error.lines if isinstance(error, GptminiError) else [str(error)]
-        return RunSummary(str(path), size, written, being_trained, problem=lines[0])
-    step = max(run.list_steps(), default=0)
+        return facts | {"problem": lines[0]}
+    facts["step"] = max(run.list_steps(), default=0)
     if being_trained and metrics:
-        step = max(step, metrics[-1]["step"])
+        facts["step"] = max(facts["step"], metrics[-1]["step"])
     state = run.read_newest_state()
-    losses = select_numbers(metrics, "val_loss", "val_bpb")
-    val_loss, val_bpb = losses[-1] if losses else (None, None)
-    return RunSummary(
-        path=str(path),
-        bytes=size,
-        written=written,
-        being_trained=being_trained,
-        step=step,
-        steps=config.train.steps,
-        parameters=None if state.get("own_model") else count_parameters(config.model),
-        val_loss=val_loss,
-        val_bpb=val_bpb,
-        eval_tokens=config.train.eval_tokens,
-        source=str(state.get("source", "")),
-    )
+    if losses := select_numbers(metrics, "val_loss", "val_bpb"):
+        facts["val_loss"], facts["val_bpb"] = losses[-1]
+    if not state.get("own_model"):
+        facts["parameters"] = count_parameters(config.model)
+    facts["steps"] = config.train.steps
+    facts["eval_tokens"] = config.train.eval_tokens
+    facts["source"] = str(state.get("source", ""))
+    return facts
 
 
 def _measure_files(path: Path) -> tuple[int, float]:
@@ -132,23 +111,23 @@ def _measure_files(path: Path) -> tuple[int, float]:
     return size, written
 
 
-def _format_row(run: RunSummary) -> list[str]:
-    notes = [run.problem] if run.problem else []
-    if run.source:
-        notes.append(f"from {run.source}")
-    if run.eval_tokens is not None:
-        notes.append(f"loss of {run.eval_tokens:,} tokens")
-    if run.being_trained:
+def _format_row(run: Facts) -> list[str]:
+    notes = [run["problem"]] if run["problem"] else []
+    if run["source"]:
+        notes.append(f"from {run['source']}")
+    if run["eval_tokens"] is not None:
+        notes.append(f"loss of {run['eval_tokens']:,} tokens")
+    if run["being_trained"]:
         notes.append("being trained now")
-    is_imported = run.source and run.step == 0 and not run.being_trained
-    steps = "imported" if is_imported else f"{run.step}/{run.steps}"
+    is_imported = run["source"] and run["step"] == 0 and not run["being_trained"]
+    steps = "imported" if is_imported else f"{run['step']}/{run['steps']}"
     return [
-        run.path,
-        "" if run.step is None else steps,
-        "" if run.parameters is None else f"{run.parameters:,}",
-        "" if run.val_loss is None else f"{run.val_loss:.4f}",
-        "" if run.val_bpb is None else f"{run.val_bpb:.4f}",
-        format_bytes(run.bytes),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written)),
+        run["path"],
+        "" if run["step"] is None else steps,
+        "" if run["parameters"] is None else f"{run['parameters']:,}",
+        "" if run["val_loss"] is None else f"{run['val_loss']:.4f}",
+        "" if run["val_bpb"] is None else f"{run['val_bpb']:.4f}",
+        format_bytes(run["bytes"]),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run["written"])),
         "; ".join(notes),
     ]

@@ -1,23 +1,16 @@
 """`gptmini score`: show how well a model predicts a text, token by token."""
 
 import json
-import sys
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptmini.cli.options import AsJson, Device, RunName, WeightsType, option, read_text, resolve_run
-from gptmini.console import escape_control_characters, say, show_elapsed, stream_to_stdout
+from gptmini.console import say, show_elapsed, stream_to_stdout
 from gptmini.errors import ConfigError
 
 if TYPE_CHECKING:
     from gptmini.generate.score import Score
-
-COLORS = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
-LEGEND = (
-    "".join(f"{color} {2 * n}+ \x1b[0m" for n, color in enumerate(COLORS)) + " bits of surprise"
-)
 
 
 def score(
@@ -54,9 +47,7 @@ def score(
         }
         stream_to_stdout([json.dumps(facts), "\n"])
         return
-    stream_to_stdout(
-        _color_tokens(scored) if sys.stdout.isatty() else _format_table(scored), raw=True
-    )
+    stream_to_stdout(_format_table(scored))
     print(
         f"{len(scored.tokens):,} tokens, {scored.n_bytes:,} bytes: loss {scored.loss:.4f} nats per "
         f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
@@ -73,23 +64,3 @@ def _format_table(scored: "Score") -> Iterator[str]:
         yield f"{logprob:7.3f} {rank:6}  {label}\n"
     for line in explain_labels(scored.spellings):
         yield f"{line}\n"
-
-
-def _color_tokens(scored: "Score") -> Iterator[str]:
-    """Put the text on backgrounds from none to dark red, one step for each two bits of surprise.
-
-    A character of several tokens has one background, for their surprise together.
-    """
-    from gptmini.tokenizer.spelling import iter_characters
-
-    spelled = iter_characters(scored.spellings)
-    for numbers, group in groupby(spelled, key=lambda each: each[1]):
-        text = "".join(character for character, _ in group)
-        logprob = sum(scored.logprobs[number] for number in numbers)
-        surprise = int(-logprob / 1.386)  # in steps of 2 bits, which are 1.386 nats
-        color = COLORS[min(surprise, len(COLORS) - 1)]
-        lines = [escape_control_characters(line) for line in text.split("\n")]
-        if color:
-            lines = [f"{color}{line}\x1b[0m" if line else "" for line in lines]
-        yield "\n".join(lines)
-    yield f"\n{LEGEND}\n"

@@ -283,7 +283,8 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        path = _name_token_file(text.hash_split(split), tokenizer)
+        decides = (text.hash_split(split), tokenizer.chat_fingerprint)
+        path = files.get_cache_folder() / f"{'-'.join(each[:20] for each in decides)}.bin"
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:
@@ -295,8 +296,3 @@ def _get_token_files(
             token_file.write_token_files(missing, encoded, tokenizer)
         opened |= {split: TokenFile(path, tokenizer) for split, path in missing.items()}
     return opened
-
-
-def _name_token_file(digest: str, tokenizer: Tokenizer) -> Path:
-    """Name the token file of a text after what decides its tokens."""
-    return files.get_cache_folder() / f"{digest[:20]}-{tokenizer.chat_fingerprint[:20]}.bin"

@@ -352,7 +352,6 @@ def _report_files(path: str, n_files: int, problems: dict[Path, str]) -> None:
         )
     read = f"{path}: {n_files} of {n_files + len(problems)} files read"
     if not problems:
-        say_once(read)
         return
     skipped = f"{read}; skipped {hub.list_some(file.name for file in by_kind)}"
     details = problems.values() if len(problems) <= MAX_SKIPPED_LISTED else [problems[by_kind[0]]]

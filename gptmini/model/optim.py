@@ -276,9 +276,10 @@ class Optimizer:
             value = tensor.item() if key.endswith(NUMBER) else tensor
             by_owner.setdefault(owner, {})[key.removesuffix(NUMBER)] = value
         for optimizer in self.optimizers:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
             state = {
                 index: by_owner[self.names[parameter]]
-                for index, parameter in enumerate(_list_parameters(optimizer))
+                for index, parameter in enumerate(parameters)
                 if self.names[parameter] in by_owner
             }
             groups = optimizer.state_dict()["param_groups"]
@@ -303,7 +304,3 @@ def _to_tensor(name: str, value: object) -> tuple[str, Tensor]:
         f"optimizer: a checkpoint cannot hold its {name}, a {type(value).__name__}; keep tensors "
         f"and numbers"
     )
-
-
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

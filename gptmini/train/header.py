@@ -2,7 +2,6 @@
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, format_count, format_duration, say, warn
-from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.train.state import Training
@@ -25,7 +24,7 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
-        say(_describe_memory(memory))
+        say(f"  memory    about {format_bytes(memory.peak)} at the peak")
     if "steps" in training.plan.request.stated.train.model_fields_set:  # else the best is kept
         _warn_of_many_epochs(training.config, training.plan.text_size)
 
@@ -96,14 +95,6 @@ def _describe_machine(training: Training) -> str:
     return "; ".join(parts)
 
 
-def _describe_memory(memory: cost.Memory) -> str:
-    return (
-        f"  memory    about {format_bytes(memory.peak)} at the peak: weights and gradients "
-        f"{format_bytes(memory.weights + memory.gradients)}, optimizer "
-        f"{format_bytes(memory.optimizer)}, activations {format_bytes(memory.activations)}"
-    )
-
-
 def _describe_time(training: Training) -> str:
     train = training.config.train
     machine = training.plan.machine
@@ -118,16 +109,5 @@ def _describe_time(training: Training) -> str:
     epochs = count_epochs(training.config, training.plan.text_size)
     line = f"  time      {length}, reading the text {epochs:.1f} times"
     if training.step:
-        line += f"; resuming after step {training.step:,}{_describe_raised_rate(training)}"
+        line += f"; resuming after step {training.step:,}"
     return line
-
-
-def _describe_raised_rate(training: Training) -> str:
-    """Say that more steps begin at a higher rate than the run had cooled down to."""
-    existing = training.plan.request.existing
-    if existing is None or training.own.schedule is not None:
-        return ""
-    last = training.step - 1
-    rate = compute_learning_rate(existing.train, last)
-    raised = compute_learning_rate(training.config.train, last)
-    return f", the learning rate rises from {rate:.2g} to {raised:.2g}" if raised > rate else ""

@@ -32,17 +32,13 @@ def measure_rules(model: GPT, tokenizer: Tokenizer) -> list[LearntRule]:
     """
     model.eval()
     rights: defaultdict[str, list[bool]] = defaultdict(list)
-    stories = _find_unseen_stories()
+    # By a seed whose first stories are not in the text.
+    stories = list(islice(iter_stories(UNSEEN_SEED), N_STORIES))
     for first in range(0, len(stories), STORIES_AT_ONCE):
         batch = stories[first : first + STORIES_AT_ONCE]
         for rule, is_right in _check_places(model, tokenizer, batch):
             rights[rule].append(is_right)
     return [_summarize(rule, rights[rule]) for rule in RULES if rights[rule]]
-
-
-def _find_unseen_stories() -> list[Story]:
-    """Tell stories by a seed whose first ones are not in the text."""
-    return list(islice(iter_stories(UNSEEN_SEED), N_STORIES))
 
 
 def _check_places(model: GPT, tokenizer: Tokenizer, stories: list[Story]) -> list[tuple[str, bool]]:

@@ -13,11 +13,10 @@ def test_amounts_agree_with_their_noun(number, text):
     assert console.format_count(number, "step") == text
 
 
-def test_control_characters_reach_a_terminal_only_if_raw(monkeypatch, capsys):
+def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     console.stream_to_stdout(["a\x1b[2J", "\n"])
-    console.stream_to_stdout(["a\x1b[2J", "\n"], raw=True)
-    assert capsys.readouterr().out == "a\\x1b[2J\na\x1b[2J\n"
+    assert capsys.readouterr().out == "a\\x1b[2J\n"
 
 
 class Ended(threading.Event):

@@ -42,7 +42,7 @@ def copies(
         print(json.dumps(found.to_dict()))
         return
     if console.shows_colours(sys.stdout):
-        console.stream_to_stdout([*_mark(found), "\n\n"], raw=True)
+        print("".join(_mark(found)), end="\n\n")
     print(found.describe())
     longest_first = sorted(found.copies, key=lambda copy: -copy.length)
     for copy in longest_first[:SHOWN_COPIES]:

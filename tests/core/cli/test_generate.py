@@ -34,7 +34,7 @@ def test_a_terminal_is_told_which_limit_ended_the_texts(gptmini, run, monkeypatc
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     for words, is_limit in ([], True), (["--stop", " "], False):
         code, _, err = gptmini("generate", "--prompt", "the", "--samples", "2", *FEW, *words)
-        assert (code, "; stopped at --max-new-tokens 6\n" in err) == (0, is_limit), err
+        assert (code, "stopped at --max-new-tokens 6\n" in err) == (0, is_limit), err
 
 
 def test_several_samples_are_the_same_in_any_batch(gptmini, run):

@@ -1,7 +1,6 @@
-"""`gptmini score`: figures, JSON and colors."""
+"""`gptmini score`: figures and JSON."""
 
 import json
-import sys
 
 import pytest
 
@@ -10,7 +9,7 @@ from gptmini.generate.score import Score
 from gptmini.tokenizer.spelling import explain_labels
 
 
-def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
+def test_score_prints_every_token_and_the_totals(gptmini, run):
     code, out, err = gptmini("score", "--text", "the fox")
     assert (code, err) == (0, "runs/text, step 4\n")
     assert gptmini("score", run, "--text", "the fox") == (0, out, "")
@@ -21,32 +20,13 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
     assert [row["text"] for row in found["scores"]] == list("the fox")
     assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
     assert f"loss {found['loss']:.4f}" in lines[-1]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert list(scoring._color_tokens(rebuild_score(found)))[-1] == f"\n{scoring.LEGEND}\n"
     code, _, err = gptmini("score")
     assert (code, err.count("\n")) == (2, 1)
 
 
-def rebuild_score(found: dict) -> Score:
-    rows = found["scores"]
-    spellings = [row["text"].encode() for row in rows]
-    columns = ("token", "logprob", "rank")
-    return Score(spellings, *([row[name] for row in rows] for name in columns), found["bytes"])
-
-
-def test_surprise_is_a_color():
-    found = Score([b"a", b"b\nc", b"\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
-    text = "".join(scoring._color_tokens(found))
-    colored = "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m"
-    assert text == f"{colored}\n{scoring.LEGEND}\n"
-    assert " \x1b[0m\x1b[48;5;58m 2+ \x1b[0m" in scoring.LEGEND
-
-
-def test_a_character_of_several_tokens_is_shown_whole():
+def test_the_parts_of_a_character_are_named_and_explained():
     spellings = [b"a", b"\xe4", b"\xb8\xad!", b"\xe6\x96\x87", b"\n"]
     found = Score(spellings, [1, 2, 3, 4, 5], [-0.1, -1.0, -1.9, -0.1, -0.1], [1, 2, 3, 4, 5], 9)
-    shown = "a\x1b[48;5;94m中\x1b[0m\x1b[48;5;58m!\x1b[0m文\n\n"
-    assert "".join(scoring._color_tokens(found)).startswith(shown)
     assert "".join(scoring._format_table(found)).splitlines() == [
         "logprob   rank  token",
         " -0.100      1  a",

@@ -142,7 +142,7 @@ def test_every_command_says_which_files_it_reads_and_once_why_not_the_others(fol
         texts(str(folder))
         return capsys.readouterr().err
 
-    assert read_in_another_process() == f"{folder}: 5 of 5 files read\n"
+    assert not read_in_another_process()
     (folder / "cover.jpg").write_bytes(b"\0")
     warning = f"warning: {folder}: 5 of 6 files read; skipped cover.jpg\n"
     assert read_in_another_process().startswith(f"{warning}  {folder}/cover.jpg: binary data, ")

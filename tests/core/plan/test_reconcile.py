@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini import console
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError, Stopped
@@ -368,5 +367,5 @@ def test_the_memory_that_training_takes_is_said_before_it_begins(tune, requested
     header = capsys.readouterr().err.split("step 0/6")[0]
     (line,) = [each for each in header.splitlines() if each.startswith("  memory    about ")]
     weights = sum(tensor.nbytes for tensor in base.load_best().model.values())
-    assert f"weights and gradients {console.format_bytes(2 * weights)}, optimizer " in line
-    assert ", activations " in line
+    assert line.endswith("kB at the peak")
+    assert float(line.split()[2]) * 1000 > 4 * weights  # also gradients and two moments

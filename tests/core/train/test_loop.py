@@ -97,19 +97,6 @@ def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates)
     assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_is_extended_says_that_its_rate_rises(train, config, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5, kill)
-        with pytest.raises(Killed):
-            train(config)
-    train(config)
-    assert "; resuming after step 3\n" in capsys.readouterr().err
-    train(config.with_train(steps=12))
-    # The last of 6 steps had 1/4 of 2e-3; of 12, the last 8 cool down, and here 7 of them are left.
-    rises = "; resuming after step 6, the learning rate rises from 0.0005 to 0.0018\n"
-    assert rises in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("default_signals")
 def test_a_second_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt), catch_signals() as received:
