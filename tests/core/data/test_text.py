@@ -159,7 +159,7 @@ def test_a_warning_needs_no_cache(folder: Path, capsys, monkeypatch):
 def test_a_file_that_is_read_twice_is_reported(folder: Path, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     assert texts(".", str(folder / "b.md")) == ["a", "b", "c", "d", "b"]
-    _, warning = capsys.readouterr().err.splitlines()
+    (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: {folder / 'b.md'}: read twice; ")
 
 
@@ -184,7 +184,7 @@ def test_markup_is_read_with_a_warning(folder: Path, capsys, name):
     for _ in range(2):  # and one warning
         assert texts(str(folder / "sub")) == ["c", content.decode(), "d"]
     warning = "trained on with its markup; to avoid that, extract the text"
-    _, said = capsys.readouterr().err.splitlines()
+    (said,) = capsys.readouterr().err.splitlines()
     assert said == f"warning: {folder}/sub/{name}: {warning}"
 
 
