@@ -21,7 +21,7 @@ RULES = {
     "place": (10, "I live in the mill. ... They came to the [mill]."),
     "day": (7, "On Monday she began. On [Tuesday] she painted it."),
     "rank": (3, "Ada was faster than Ben. So [Ada] was first."),
-    "sum": (12, "Ella had seven plums and gave two away. Now she had [five]."),
+    "sum": (12, "Ella had five plums. She gave two to Ben. Now Ella had [three] left."),
     "binding": (2, "a red kite and a blue drum: so the kite is [red]"),
 }
 

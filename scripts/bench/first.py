@@ -17,7 +17,7 @@ from bench.results import Extent, Table
 from gptmini.generate.run import load_run
 from gptmini.train.evaluate_run import load_corpus, read_bytes
 
-PROMPT = "Ella had seven plums."
+PROMPT = "Ella had five plums."
 GENERATE = ("generate", "--prompt", PROMPT, "--max-new-tokens", "60")
 SMALL = ["--steps", "3", "--set", "model={n_layer: 1, n_head: 2, d_model: 32}"]
 SMALL += ["--set", "tokenizer.kind=byte", "--set", "train.eval_tokens=1024"]
