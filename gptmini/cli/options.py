@@ -59,7 +59,7 @@ _CONFIG_HELP = "A text, a YAML file, a name in configs/, or a run."
 _DATA_HELP = "Text: file, folder, '*.txt', - (stdin), builtin:stories or hf:OWNER/NAME; repeatable."
 _SET_HELP = "Any setting, such as train.seed=2; repeatable. See gptmini settings."
 _ATTENTION_HELP = "mha, mqa, gqa:N (KV heads), window:N (last N positions) or gqa:N+window:N."
-_MINUTES_HELP = "Train for X minutes; sizes you left open are chosen to fit."
+_MINUTES_HELP = "Train for X minutes in all; sizes you left open fit them."
 _THREADS_HELP = "CPU threads; try 1 beside other busy programs."
 _BASE_HELP = "Fine-tune this run: start a new one from its best weights."
 

@@ -115,7 +115,7 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     use = f"chat {name}" if trained.corpus.has_ignored else f"generate {name} --prompt {prompt}"
     say(f"try it:         gptmini {use}")
     say(f"look inside:    gptmini inspect {name} --prompt {prompt} --out page.html")
-    if trained.plan.request.minutes is not None:
+    if trained.plan.request.minutes is not None and best == trained.step:
         minutes = 2 * trained.plan.request.minutes
         say(f"train longer:   gptmini train {name} --minutes {minutes:g}")
     if STORIES in trained.config.data.path:

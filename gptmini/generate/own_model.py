@@ -140,15 +140,17 @@ def check_own_model(model: GPT) -> None:
 def _find_leak(model: GPT) -> int | None:
     """Return the first position whose logits change with later tokens, and not without; or None."""
     asked = _copy_with_noise(model)
-    T = min(model.config.context_length, CHECKED_TOKENS)
     V = model.embed.num_embeddings
-    tokens = torch.arange(T, device=model.device) % V  # (T,)
-    logits = asked(tokens[None])[0]  # (T, V)
-    for n in (T, *range(1, T)):
-        changed = torch.cat([tokens[:n], (tokens[n:] + 1) % V])  # (T,)
-        difference = asked(changed[None])[0, :n] - logits[:n]  # (n, V)
-        if difference.abs().max() > CLOSE * logits.abs().max():
-            return None if n == T else n - 1
+    for length in (CHECKED_TOKENS, START_TOKENS):
+        T = min(model.config.context_length, length)
+        tokens = torch.arange(T, device=model.device) % V  # (T,)
+        logits = asked(tokens[None])[0]  # (T, V)
+        cuts = range(1, T) if T <= CHECKED_TOKENS else (T // 3, T // 2 + 1, T - 1)
+        for n in (T, *cuts):
+            changed = torch.cat([tokens[:n], (tokens[n:] + 1) % V])  # (T,)
+            difference = asked(changed[None])[0, :n] - logits[:n]  # (n, V)
+            if difference.abs().max() > CLOSE * logits.abs().max():
+                return None if n == T else n - 1
     return None
 
 

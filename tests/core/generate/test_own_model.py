@@ -173,6 +173,18 @@ def test_one_that_sees_later_tokens_is_refused(attention, n_layer, config, capfd
     assert "warning" not in capfd.readouterr().err
 
 
+class LateLeak(Attention):
+    def mask(self, queries: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
+        ahead = (keys[..., None, :] == queries[..., None] + 1) & (queries[..., None] >= 20)
+        return package.make_mask(queries, keys) | ahead[..., None, :, :]
+
+
+def test_one_that_sees_later_tokens_late_is_refused():
+    config = ModelConfig(vocab_size=9, n_layer=1, n_head=4, d_model=32, context_length=64)
+    with pytest.raises(ConfigError, match="model: position 20 depends on later tokens, "):
+        check_own_model(exchange(config, LateLeak))
+
+
 def test_one_of_which_it_cannot_be_told_is_not_refused(config):
     torch.manual_seed(0)
     check_own_model(exchange(ModelConfig(vocab_size=9, n_layer=2, n_head=4, d_model=32), Noisy))
