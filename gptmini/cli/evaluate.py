@@ -99,7 +99,7 @@ def _format_evaluation(facts: dict[str, Any]) -> str:
         f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes",
     ]
     for name, figure in facts["compressors"].items():
-        lines.append(f"for scale: the compressor {name} needs {figure:.2f} (less is better)")
+        lines.append(f"for scale: the compressor {name} needs {figure:.2f} bits per byte")
     if facts["copied"] is not None:
         share = f"{100 * facts['copied']:.1f} %"
         lines.append(f"copied         {share} of it stands in the training text word for word")

@@ -61,7 +61,7 @@ def _summarize(path: Path) -> Facts:
     """Collect what --json prints of a run.
 
     `step` is the last one that was logged if the run is being trained, else that of the newest
-    checkpoint. `val_loss` and `val_bpb` are the last that were logged, of `eval_tokens` of the
+    checkpoint. `val_loss` and `val_bpb` are the best that were logged, of `eval_tokens` of the
     held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
     or its base was imported from. A model of your own has `parameters` that only its code knows:
     None. `problem` says why a run cannot be read.
@@ -88,7 +88,7 @@ def _summarize(path: Path) -> Facts:
         facts["step"] = max(facts["step"], metrics[-1]["step"])
     state = run.read_newest_state()
     if losses := select_numbers(metrics, "val_loss", "val_bpb"):
-        facts["val_loss"], facts["val_bpb"] = losses[-1]
+        facts["val_loss"], facts["val_bpb"] = min(losses)
     if not state.get("own_model"):
         facts["parameters"] = count_parameters(config.model)
     facts["steps"] = config.train.steps

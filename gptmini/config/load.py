@@ -27,7 +27,7 @@ SET_BY_MINUTES = {"steps", "warmup_steps", "eval_every", "eval_tokens", "save_ev
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
 ATTENTION = ("model", "attention")
-SHORT_ATTENTION = re.compile(r"(?!$)(mha|mqa|gqa:([0-9]{1,9}))?(?:(?:^|\b\+)window:([0-9]{1,9}))?")
+SHORT_ATTENTION = re.compile("mha|mqa|(gqa|window):[0-9]{1,9}")
 # What a short form stands for besides what it names, so that `window:64` means the same everywhere.
 FULL_ATTENTION = {"variant": "mha", "n_kv_head": None, "window": None, "full_every": None}
 
@@ -53,29 +53,26 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
     return validate(data, origins)
 
 
-def expand_attention(text: str, label: str) -> dict[str, Any]:
-    """Write a short form out, with what it leaves unsaid: `window:64` is MHA with a window.
-
-    Raises ConfigError, which begins with `label`.
-    """
-    return FULL_ATTENTION | parse_attention(text, label)
-
-
 def parse_attention(text: str, label: str) -> dict[str, Any]:
     """Parse `gqa:2`, `window:64` or `gqa:2+window:64` into the keys of model.attention it names.
 
     Raises ConfigError, which begins with `label`.
     """
-    match = SHORT_ATTENTION.fullmatch(text)
-    if match is None:
+    parts = text.split("+")
+    kinds = [part.partition(":")[0] for part in parts]
+    is_twice = kinds.count("window") > 1 or len(kinds) - kinds.count("window") > 1
+    if is_twice or not all(map(SHORT_ATTENTION.fullmatch, parts)):
         raise ConfigError(
-            f"{label}: must be mha, mqa, gqa:N, window:N or both, such as gqa:2+window:64, "
-            f"not {shorten(text)!r}"
+            f"{label}: must be mha, mqa or gqa:N, with or without a window, such as "
+            f"gqa:2+window:64, not {shorten(text)!r}"
         )
-    variant, n_kv_head, window = match.groups()
-    named: dict[str, Any] = {"window": int(window)} if window else {}
-    if variant:
-        named |= {"variant": variant[:3], "n_kv_head": int(n_kv_head) if n_kv_head else None}
+    named: dict[str, Any] = {}
+    for kind, part in zip(kinds, parts, strict=True):
+        number = part.partition(":")[2]
+        if kind == "window":
+            named["window"] = int(number)
+        else:
+            named |= {"variant": kind, "n_kv_head": int(number) if number else None}
     return named
 
 
@@ -84,7 +81,8 @@ def _expand_attention(data: dict[str, Any], label: str) -> dict[str, Any]:
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("attention"), str):
         return data
-    return data | {"model": model | {"attention": expand_attention(model["attention"], label)}}
+    attention = FULL_ATTENTION | parse_attention(model["attention"], label)
+    return data | {"model": model | {"attention": attention}}
 
 
 def _drop_set_by_minutes(data: dict[str, Any]) -> None:
@@ -98,7 +96,7 @@ def _drop_set_by_minutes(data: dict[str, Any]) -> None:
 def _assign(data: dict[str, Any], label: str, path: KeyPath, value: Any) -> None:
     """Set a key of nested data; ConfigError if the path leads through a value."""
     if path == ATTENTION and isinstance(value, str):
-        for key, part in expand_attention(value, label).items():
+        for key, part in (FULL_ATTENTION | parse_attention(value, label)).items():
             _assign(data, label, (*path, key), part)
         return
     section = data

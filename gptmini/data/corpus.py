@@ -283,8 +283,8 @@ def _get_token_files(
     opened: dict[Split, TokenFile] = {}
     missing: dict[Split, Path] = {}
     for split in splits:
-        decides = (text.hash_split(split), tokenizer.chat_fingerprint)
-        path = files.get_cache_folder() / f"{'-'.join(each[:20] for each in decides)}.bin"
+        digests = (text.hash_split(split)[:20], tokenizer.chat_fingerprint[:20])
+        path = files.get_cache_folder() / f"{'-'.join(digests)}.bin"
         try:
             opened[split] = TokenFile(path, tokenizer)
         except DataError:

@@ -337,7 +337,7 @@ def _find_files(path: str, settings: DataConfig) -> list[File]:
 
 
 def _report_files(path: str, n_files: int, problems: dict[Path, str]) -> None:
-    """Say how many files are read, and which are not, with their problems the first time.
+    """Warn of files that are not read, with their problems the first time.
 
     DataError if there are no files to read.
     """

@@ -207,6 +207,8 @@ def add_bias(logits: Tensor, texts: list[Sequence]) -> Tensor:
     """Add the bias of each text, and that of a first token; -inf bans a token."""
     adjusted = logits
     for row, text in enumerate(texts):
+        if text.bias is not None:
+            text.bias = text.bias.to(logits.device)  # it stays there
         for bias in (text.bias, None if text.tokens else text.first_bias):
             if bias is not None:
                 adjusted = logits.clone() if adjusted is logits else adjusted

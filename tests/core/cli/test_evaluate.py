@@ -34,7 +34,7 @@ def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained
     assert 0 < facts["accuracy"] < 1
     assert list(facts["compressors"]) == ["xz", "PPMd"]
     for name, figure in facts["compressors"].items():
-        assert f"\nfor scale: the compressor {name} needs {figure:.2f} (less is better)" in words
+        assert f"\nfor scale: the compressor {name} needs {figure:.2f} bits per byte" in words
 
 
 def test_compressors_are_a_scale_for_the_held_out_text(gptmini, tmp_path, monkeypatch):

@@ -213,6 +213,7 @@ def test_attention_has_a_short_form(tmp_path: Path):
         ("gqa:2", ("gqa", 2, None, None)),
         ("window:16", ("mha", None, 16, None)),
         ("gqa:2+window:16", ("gqa", 2, 16, None)),
+        ("window:16+gqa:2", ("gqa", 2, 16, None)),
     ],
 )
 def test_a_short_form_of_attention_is_the_whole_choice(tmp_path: Path, short: str, chosen: object):
@@ -241,9 +242,13 @@ def test_set_may_add_what_the_attention_of_the_command_line_does_not_name():
     assert build("window:8", "model.attention.window=16").window == 8
 
 
-@pytest.mark.parametrize("wrong", ["", "gqa", "mha:2", "+window:4", "mha+", "window:4+mha"])
+@pytest.mark.parametrize(
+    "wrong", ["", "gqa", "mha:2", "+window:4", "mha+", "mha+mqa", "window:4+window:8"]
+)
 def test_other_short_forms_of_attention_are_refused(wrong: str):
-    with pytest.raises(ConfigError, match=r"^here: must be mha, mqa, gqa:N, window:N or both"):
+    with pytest.raises(
+        ConfigError, match=r"^here: must be mha, mqa or gqa:N, with or without a window"
+    ):
         parse_attention(wrong, "here")
 
 
