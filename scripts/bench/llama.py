@@ -77,9 +77,11 @@ def run_batched_bench(path: Path, prompts: Tensor, n_new: int) -> float:
     words = ["-m", path, "-npl", n_rows, "-npp", length, "-ntg", max(1, n_new - 1)]
     words += ["-c", 1024 * n_rows, "-t", threads, "-fa", "on", "--output-format", "jsonl"]
     command = [f"{LLAMA_CPP}/llama-batched-bench", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
-    found = json.loads(line)
+    lines: list[str] = []
+    while not lines:  # it often ends before its thread for messages has written them
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(lines[0])
     return found["t_pp"] + (found["t_tg"] if n_new > 1 else 0.0)
 
 
