@@ -75,9 +75,6 @@ class ChatCompletion(Completion):
             part["content"] = content
         return choice | {"delta": part}
 
-    def adds_something(self, choice: dict[str, Any]) -> bool:
-        return bool(choice["delta"] or choice["logprobs"] or choice["finish_reason"])
-
     def _build_logprobs(self, request: Request, events: TokenEvents) -> dict[str, Any] | None:
         if request.n_logprobs is None:
             return None

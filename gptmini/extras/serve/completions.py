@@ -76,7 +76,12 @@ class Completion:
                 text = run.create_text(
                     number, prompt, self.sample, bias, fields["special"], self._score_prompt
                 )
-                _check_fits(text)
+                if text.context_start:
+                    n_tokens = len(text.prompt_tokens)
+                    raise TooLongError(
+                        f"prompt: {n_tokens:,} tokens, but the model's context has "
+                        f"{text.context_length:,}"
+                    )
                 texts.append(text)
         self._first_of_each_prompt = texts[::n]
         self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._first_of_each_prompt)
@@ -92,10 +97,11 @@ class Completion:
         # Filled by the callbacks, in the event loop: the index of a text and its events. Needs no
         # limit of its own, as a response has at most `max_values`, streamed or not.
         self.events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
+        receive = lambda index, events: self.events.put_nowait((index, events))
         self._tokenizer = run.tokenizer
         self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
         self.requests = [
-            Request(text, n_logprobs, self._score_prompt, callback=partial(self._receive, index))
+            Request(text, n_logprobs, self._score_prompt, partial(receive, index))
             for index, text in enumerate(texts)
         ]
         # The prompts, until the first events bring them.
@@ -121,9 +127,6 @@ class Completion:
             elif key in data and key in NULL_TURNS_OFF:
                 settings[key] = None
         return run.build_sample_config(settings)
-
-    def _receive(self, index: int, events: TokenEvents | Exception) -> None:
-        self.events.put_nowait((index, events))
 
     def cancel(self) -> None:
         """Cancel all texts that have not ended."""
@@ -162,10 +165,6 @@ class Completion:
             "finish_reason": finish_reason,
         }
 
-    def adds_something(self, choice: dict[str, Any]) -> bool:
-        """Tell whether a choice is worth an event of its own in a stream."""
-        return bool(choice["text"] or choice["logprobs"] or choice["finish_reason"])
-
     def _build_logprobs(self, request: Request, events: TokenEvents) -> dict[str, Any] | None:
         if request.n_logprobs is None:
             return None
@@ -200,14 +199,6 @@ class Completion:
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise ConfigError(problem)
-
-
-def _check_fits(text: Sequence) -> None:
-    if text.context_start:
-        n_tokens = len(text.prompt_tokens)
-        raise TooLongError(
-            f"prompt: {n_tokens:,} tokens, but the model's context has {text.context_length:,}"
-        )
 
 
 def _check_fields(data: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from gptmini.extras.serve.completions import Completion, TooLongError
 from gptmini.extras.serve.connection import Connection
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Scheduler, TokenEvents
-from gptmini.extras.serve.workers import Workers
+from gptmini.extras.serve.workers import run_in_thread
 from gptmini.generate.run import Run
 
 # Connections besides one for each text: those that wait, are refused, or ask for /health.
@@ -100,8 +100,12 @@ class Server:
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
             Route("/v1/models/{name:path}", guard(self._models)),
-            Route("/v1/completions", guard(self._complete), methods=["POST"]),
-            Route("/v1/chat/completions", guard(self._chat), methods=["POST"]),
+            Route("/v1/completions", guard(partial(self._answer, Completion)), methods=["POST"]),
+            Route(
+                "/v1/chat/completions",
+                guard(partial(self._answer, ChatCompletion)),
+                methods=["POST"],
+            ),
         ]
         middleware = [Middleware(_Gate, hosts=hosts, refuse=self._refuse)]
         exception_handlers: Any = {
@@ -149,7 +153,7 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        self._preparing = Workers(self.limits.max_preparing)
+        self._free_threads = asyncio.Semaphore(self.limits.max_preparing)
         self._scheduler.start()
         yield
         # In a thread, as it waits for the scheduler's present step.
@@ -226,40 +230,25 @@ class Server:
             raise HTTPException(404, f"model: {shorten(name)!r} is not served; ask /v1/models")
         return JSONResponse(model)
 
-    async def _chat(self, request: Request) -> Response:
-        if self._run.tokenizer.chat_template is None:
-            raise HTTPException(404, "a base model has no chat format; use /v1/completions")
-        return await self._answer(request, ChatCompletion)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, Completion)
-
-    async def _answer(self, request: Request, kind: type[Completion]) -> Response:
+    async def _answer(self, kind: type[Completion], request: Request) -> Response:
         """Answer a request for a completion of a kind, once its texts are under way."""
+        if kind is ChatCompletion and self._run.tokenizer.chat_template is None:
+            raise HTTPException(404, "a base model has no chat format; use /v1/completions")
         deadline = self._loop.time() + self.limits.request_seconds
-        body = await self._read_in_time(request)
-        completion = await self._prepare_in_time(partial(self._prepare, request, body, kind))
+        read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
+        late = HTTPException(408, "body: did not arrive in time; send it faster")
+        async with _limit_time(self._loop.time() + read_seconds, late):
+            body = await self._read_body(request)
+        # In a thread, as a long prompt, or an odd template or tokenizer, takes a while.
+        problem = "prompt: tokenizing took too long; shorten it, or try again later"
+        late = HTTPException(503, problem, {"x-should-retry": "false"})
+        async with _limit_time(self._loop.time() + self.limits.prepare_seconds, late):
+            prepare = partial(self._prepare, request, body, kind)
+            completion = await run_in_thread(self._free_threads, prepare)
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
         return _CompletionResponse(completion, self._stream_events(completion, deadline))
-
-    async def _prepare_in_time(self, prepare: Callable[[], Completion]) -> Completion:
-        """Prepare in a thread, as a long prompt, or an odd template or tokenizer, takes a while."""
-        try:
-            async with asyncio.timeout(self.limits.prepare_seconds):
-                return await self._preparing.run(prepare)
-        except TimeoutError:
-            problem = "prompt: tokenizing took too long; shorten it, or try again later"
-            raise HTTPException(503, problem, {"x-should-retry": "false"}) from None
-
-    async def _read_in_time(self, request: Request) -> bytes:
-        """Read the body before a deadline of its own."""
-        try:
-            async with asyncio.timeout(min(self.limits.read_seconds, self.limits.request_seconds)):
-                return await self._read_body(request)
-        except TimeoutError:
-            raise HTTPException(408, "body: did not arrive in time; send it faster") from None
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, whatever its Content-Type."""
@@ -300,15 +289,13 @@ class Server:
     async def _stream_events(self, completion: Completion, deadline: float) -> EventStream:
         """Yield the events of all texts as they come, until all texts have ended."""
         started = self._loop.time()
+        problem = f"not done in {self.limits.request_seconds:g} seconds; lower max_tokens"
+        late = HTTPException(504, problem, {"x-should-retry": "false"})
         last_event: dict[int, float] = {}  # for each text, when its last event came
         n_live = len(completion.requests)
         while n_live:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    index, events = await completion.events.get()
-            except TimeoutError:
-                problem = f"not done in {self.limits.request_seconds:g} seconds; lower max_tokens"
-                raise HTTPException(504, problem, {"x-should-retry": "false"}) from None
+            async with _limit_time(deadline, late):
+                index, events = await completion.events.get()
             if isinstance(events, GptminiError):
                 raise events
             if isinstance(events, Exception):  # the scheduler has logged it
@@ -442,11 +429,21 @@ class _CompletionResponse(StreamingResponse):
         """Yield server-sent events, one for each token that adds something."""
         async for index, events in self._stream:
             choice = self._completion.build_choice(index, events)
-            if self._completion.adds_something(choice):
+            if any(value for key, value in choice.items() if key != "index"):
                 yield _format_event(self._completion.build_response([choice], usage=False))
         if self._completion.include_usage:
             yield _format_event(self._completion.build_response([]))
         yield "data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def _limit_time(deadline: float, late: HTTPException) -> AsyncIterator[None]:
+    """Raise `late` where the block is not done by a time of the loop."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise late from None
 
 
 def _format_event(data: dict[str, Any]) -> str:
@@ -486,12 +483,6 @@ def _is_same_origin(headers: Headers) -> bool:
     return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
-def _build_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """Build the JSON of a failure in OpenAI's shape."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     """Return the status, the JSON in OpenAI's shape and the headers for a request that failed."""
     headers = None
@@ -525,7 +516,9 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     param = name if colon and " " not in name else None
     # By this code, clients that cut or summarize long prompts know when to.
     code = "context_length_exceeded" if isinstance(error, TooLongError) else None
-    return status, _build_error(status, message, param, code), headers
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return status, content, headers
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -602,17 +595,9 @@ def serve(server: Server, listening: socket.socket) -> None:
     # On SIGTERM and Ctrl-C, uvicorn refuses new connections and drains: requests under way have
     # `drain_seconds` to finish. Then it restores the handlers it found and raises the signal again.
     # These do nothing, so that the process ends in good order with exit code 0.
-    signal.signal(signal.SIGTERM, _ignore_signal)
-    signal.signal(signal.SIGINT, _ignore_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     # A closed terminal is a stop like the others, unless nohup has the server outlive it.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _raise_sigterm)
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     http_server.run([listening])
-
-
-def _ignore_signal(*_: object) -> None:
-    pass
-
-
-def _raise_sigterm(*_: object) -> None:
-    signal.raise_signal(signal.SIGTERM)

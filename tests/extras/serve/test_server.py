@@ -604,10 +604,10 @@ def test_prompts_that_take_long_leave_the_server_to_others(run: Run, monkeypatch
 def test_a_thread_that_never_ends_does_not_keep_the_process():
     script = (
         "import asyncio, threading\n"
-        "from gptmini.extras.serve.workers import Workers\n"
+        "from gptmini.extras.serve.workers import run_in_thread\n"
         "async def main():\n"
         "    async with asyncio.timeout(0):\n"
-        "        await Workers(1).run(threading.Event().wait)\n"
+        "        await run_in_thread(asyncio.Semaphore(1), threading.Event().wait)\n"
         "asyncio.run(main())"
     )
     command = [sys.executable, "-c", script]
