@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from gptmini.config.settings import Config, ModelConfig
+from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, MachineError
-from gptmini.extras.parallel import sharding
-from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.settle import make_plan
 from gptmini.plan.timing import Machine
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from tests.support import POSITIONS, tiny, train
+from tests.support import tiny, train
 
 TRAIN = {
     "steps": 4,
@@ -121,20 +118,6 @@ def test_the_files_are_those_of_one_process(runs: Path):
     )
     assert alone == sharded
     assert last(runs / "adamw-1").model.keys() == last(runs / "adamw-4").model.keys()
-
-
-@pytest.mark.parametrize("position", POSITIONS)
-def test_a_forgotten_buffer_holds_nan_and_no_other(position: str):
-    config = ModelConfig.model_validate({"vocab_size": 5, "position": position})
-    model = GPT(config)
-    expected = [buffer.clone() for buffer in model.buffers()]
-    model.register_buffer("forgotten", torch.zeros(3))
-    model.register_buffer("whole_numbers", torch.zeros(3, dtype=torch.long))
-    sharding.fill_buffers(model, config, torch.device("cpu"))
-    found = dict(model.named_buffers())
-    assert found.pop("forgotten").isnan().all()
-    assert not found.pop("whole_numbers").any()
-    assert all(map(torch.equal, found.values(), expected))
 
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):

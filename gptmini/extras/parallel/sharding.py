@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gptmini.config.settings import ModelConfig
 from gptmini.machine import Compute
-from gptmini.model.attention import Attention
-from gptmini.model.gpt import GPT
-from gptmini.model.layers import Rotary, compute_alibi_slopes
+from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.model.optim import orthogonalize
 from gptmini.train.gradients import Gradients
 
@@ -41,12 +39,12 @@ class Shards:
         logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
     def create_blank(self, config: ModelConfig, compute: Compute) -> GPT:
-        """Create a sharded model whose weights are whatever lies in memory."""
-        with torch.device("meta"):
-            model = GPT(config)
+        """Create a sharded model whose weights are whatever lies in memory.
+
+        torch moves a block at a time to the device and keeps the rows of this rank.
+        """
+        model = create_undrawn(config)
         shard(model, self.mesh, compute.dtype)
-        model.to_empty(device=compute.device)
-        fill_buffers(model, config, compute.device)
         return model
 
     def create_gradients(self, model: GPT) -> Gradients:
@@ -103,18 +101,6 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     # too. So the forward pass of a step drops what is beside the blocks after `forward_hidden` and
     # gathers it again for the backward pass: more traffic, but less memory at the peak.
     register_fsdp_forward_method(model, "forward_hidden")
-
-
-def fill_buffers(model: GPT, config: ModelConfig, device: torch.device) -> None:
-    """Compute the buffers, which `to_empty` left blank."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.fill_(torch.nan)  # so that one forgotten here is noticed
-    if model.rotary is not None:
-        model.rotary = Rotary(config).to(device)
-    for module in model.modules():
-        if isinstance(module, Attention) and module.alibi_slopes is not None:
-            module.alibi_slopes = compute_alibi_slopes(config.n_head).to(device)
 
 
 class ShardedGradients(Gradients):
