@@ -24,26 +24,19 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = _list_parts(model)
-        self._tensors = [part for part in self._parts if isinstance(part, Tensor)]
-        self._addresses = self._list_addresses()
-        self._sums = self._sum_values()
+        tensors = [part for part in self._parts if isinstance(part, Tensor)]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._sums = torch.cat([_sum_bits(tensor) for tensor in tensors])
 
     def matches(self, model: nn.Module) -> bool:
         """Check whether the model still consists of the same modules, settings and values."""
-        parts = _list_parts(model)
-        same_parts = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        now = Fingerprint(model)
         return (
-            same_parts
-            and self._list_addresses() == self._addresses
-            and torch.equal(self._sum_values(), self._sums)
+            len(now._parts) == len(self._parts)
+            and all(map(operator.is_, now._parts, self._parts))
+            and now._addresses == self._addresses
+            and torch.equal(now._sums, self._sums)
         )
-
-    def _list_addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
-
-    @torch.no_grad()
-    def _sum_values(self) -> Tensor:
-        return torch.cat([_sum_bits(tensor) for tensor in self._tensors])
 
 
 def _list_parts(model: nn.Module) -> list[Any]:
