@@ -15,14 +15,9 @@ from gptmini.extras.interop.tokenizer_json import (
     build_added_token,
     build_post_processor,
     get_vocabulary,
+    to_tokenizer_json,
 )
-from gptmini.tokenizer.byte_level import (
-    BYTE_LEVEL,
-    KNOWN_PATTERNS,
-    find_pattern,
-    recover_merges,
-    to_byte_level,
-)
+from gptmini.tokenizer.byte_level import BYTE_LEVEL, KNOWN_PATTERNS, find_pattern, to_byte_level
 from gptmini.tokenizer.foreign import BYTE_NAME, SPACE, ForeignTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
@@ -85,10 +80,8 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     """Add the vocabulary, its merges and the special tokens to the metadata."""
     if isinstance(tokenizer, CharTokenizer):
         tokens = _write_characters(writer, tokenizer)
-    elif isinstance(tokenizer, ForeignTokenizer):
-        tokens = _write_foreign(writer, tokenizer)
     else:
-        tokens = _write_ranks(writer, tokenizer)
+        tokens = _write_pairs(writer, tokenizer)
     for name, number in tokenizer.special_tokens.items():
         tokens.setdefault(number, (name, CONTROL_TOKEN))
     for number in range(tokenizer.vocab_size):  # gaps in some vocabularies
@@ -116,20 +109,6 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
 Spelled = dict[int, tuple[str, int]]  # text and type of each token
 
 
-def _write_ranks(writer: Any, tokenizer: Tokenizer) -> Spelled:
-    """Add our own byte-pair encoding, or bytes."""
-    pattern, ranks, _ = get_vocabulary(tokenizer)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(KNOWN_PATTERNS[pattern].llama_cpp or "gpt-2")
-    merges = recover_merges(ranks)
-    if not merges:
-        # llama.cpp refuses an empty list. This merge never happens, as no pattern puts a
-        # letter and a space after it into one word.
-        merges = [("a", to_byte_level(b" "))]
-    writer.add_token_merges([f"{left} {right}" for left, right in merges])
-    return {number: (to_byte_level(token), NORMAL_TOKEN) for token, number in ranks.items()}
-
-
 def _write_characters(writer: Any, tokenizer: CharTokenizer) -> Spelled:
     """Add a vocabulary as SentencePiece has it: characters, or else bytes."""
     _add_sentencepiece(writer, [0.0] * tokenizer.vocab_size, False)
@@ -140,22 +119,29 @@ def _write_characters(writer: Any, tokenizer: CharTokenizer) -> Spelled:
     return tokens
 
 
-def _write_foreign(writer: Any, tokenizer: ForeignTokenizer) -> Spelled:
-    """Add what a tokenizer.json says."""
-    content = tokenizer.read_parts()
+def _write_pairs(writer: Any, tokenizer: Tokenizer) -> Spelled:
+    """Add what the tokenizer.json of a byte-pair encoding says."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        content = tokenizer.read_parts()
+    else:
+        content = to_tokenizer_json(tokenizer)
     model = content["model"]
     merges = model["merges"]
-    if model.get("byte_fallback"):
+    if model["byte_fallback"]:
+        assert isinstance(tokenizer, ForeignTokenizer)  # ours have no such thing
         scores = [0.0] * tokenizer.vocab_size
         for rank, (left, right) in reversed([*enumerate(merges)]):  # the first merge counts
             scores[model["vocab"][left + right]] = -float(rank)
         _add_sentencepiece(writer, scores, tokenizer.drops_first_space)
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_find_pattern_name(content))
+        writer.add_tokenizer_pre(_find_pattern_name(content) or "gpt-2")
+        # llama.cpp refuses an empty list. This merge never happens, as no pattern puts a letter
+        # and a space after it into one word.
+        merges = merges or [("a", to_byte_level(b" "))]
         writer.add_token_merges([f"{left} {right}" for left, right in merges])
     tokens = {number: (text, NORMAL_TOKEN) for text, number in model["vocab"].items()}
-    if model.get("byte_fallback"):
+    if model["byte_fallback"]:
         for number, (text, _) in tokens.items():
             if BYTE_NAME.fullmatch(text):
                 tokens[number] = (text, BYTE_TOKEN)
