@@ -45,22 +45,11 @@ def find_losses(run: RunDirectory, split: Split) -> WindowLosses | None:
     return losses if is_best else None
 
 
-def _get_losses(run: RunDirectory, split: Split) -> WindowLosses:
-    """Return the losses of a run; CheckpointError, with the remedy, if there are none."""
-    losses = find_losses(run, split)
-    if losses is None:
-        raise CheckpointError(
-            f"{run.path}: its best checkpoint has no losses of the {split} part; measure them with "
-            f"{_describe_measuring(run, split)}"
-        )
-    return losses
-
-
-def _describe_measuring(run: RunDirectory, split: Split) -> str:
-    if run.load_best(with_model=False).state.get("own_model"):
-        loaded = f'gptmini.load("{run.path}", weights="float32", model=build)'
+def _describe_measuring(path: Path, split: Split) -> str:
+    if RunDirectory(path).load_best(with_model=False).state.get("own_model"):
+        loaded = f'gptmini.load("{path}", weights="float32", model=build)'
         return f'gptmini.evaluate({loaded}, split="{split}")'
-    return f"gptmini evaluate {quote(run.path)} --split {split}"
+    return f"gptmini evaluate {quote(path)} --split {split}"
 
 
 def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, WindowLosses]:
@@ -68,9 +57,16 @@ def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, Window
 
     CheckpointError, with the remedy, for a run that has none.
     """
-    found = {path: _get_losses(RunDirectory(path), split) for path in paths}
-    first = found[paths[0]]
-    for path, losses in found.items():
+    found: dict[Path, WindowLosses] = {}
+    for path in paths:
+        losses = find_losses(RunDirectory(path), split)
+        if losses is None:
+            raise CheckpointError(
+                f"{path}: its best checkpoint has no losses of the {split} part; measure them with "
+                f"{_describe_measuring(path, split)}"
+            )
+        found[path] = losses
+        first = found[paths[0]]
         if losses.text != first.text:
             raise DataError(
                 f"{path}: its held-out text is not that of {paths[0]}; compare runs of one text, "
@@ -81,7 +77,7 @@ def read_comparable_losses(paths: list[Path], split: Split) -> dict[Path, Window
             part = paths[0] if losses.whole else path
             raise DataError(
                 f"{part}: measured on a part of its held-out text (train.eval_tokens); measure all "
-                f"with {_describe_measuring(RunDirectory(part), split)}"
+                f"with {_describe_measuring(part, split)}"
             )
     return found
 

@@ -6,12 +6,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from gptmini.doors import load_plots
-from gptmini.extras.compare.variants import (
-    Variant,
-    build_histories,
-    compare_with_first,
-    drop_steep_start,
-)
+from gptmini.extras.compare.variants import Variant, build_histories, compare_with_first
 
 
 def draw_comparison(variants: list[Variant]) -> Any:
@@ -62,7 +57,8 @@ def _draw_quality_over_time(axis: Any, variants: list[Variant]) -> None:
     for number, curves in enumerate(histories.values()):
         for points in curves:
             draw_line(axis, points, ".-", color=f"C{number % 10}", linewidth=1, markersize=3)
-            late_bits += [bits for _, bits in drop_steep_start(points)]
+            # The first quarter is steep and would flatten the rest.
+            late_bits += [bits for _, bits in points[len(points) // 4 :]]
     axis.set(xlabel=x_label)
     axis.set_title("validation bits per byte while training (one line per seed)", fontsize=10)
     if late_bits:  # imported runs have no history

@@ -79,11 +79,6 @@ def build_histories(variants: list[Variant]) -> tuple[str, dict[str, list[Points
     return label, curves
 
 
-def drop_steep_start(points: Points) -> Points:
-    """Return a curve without its first quarter, which is steep and would flatten the rest."""
-    return points[len(points) // 4 :]
-
-
 def compute_deviation(values: Sequence[float]) -> float | None:
     """Compute the standard deviation; None for a single value."""
     return stdev(values) if len(values) > 1 else None
@@ -116,18 +111,13 @@ def to_json(variants: list[Variant]) -> dict[str, Any]:
 
 def build_rows(variants: list[Variant]) -> list[list[str]]:
     """Return the main figures under a row of headings."""
-    rows = []
+    rows = [["variant", "params", "bits/byte", "KV bytes", "train tok/s"]]
     for variant in variants:
-        cells = {
-            "variant": variant.name,
-            "params": f"{variant.parameters:,}",
-            "bits/byte": _format_mean(variant.list_figures("bits_per_byte"), ".4f"),
-            "KV bytes": f"{variant.cache_bytes:,}",
-            "train tok/s": _format_mean(variant.list_figures("tokens_per_second"), ",.0f"),
-        }
-        rows.append(cells)
-    headings = list(rows[0])
-    return [headings, *(list(cells.values()) for cells in rows)]
+        bits = _format_mean(variant.list_figures("bits_per_byte"), ".4f")
+        speed = _format_mean(variant.list_figures("tokens_per_second"), ",.0f")
+        cache = f"{variant.cache_bytes:,}"
+        rows.append([variant.name, f"{variant.parameters:,}", bits, cache, speed])
+    return rows
 
 
 def _format_mean(values: list[float], form: str) -> str:
@@ -141,20 +131,21 @@ def _format_mean(values: list[float], form: str) -> str:
 
 def format_comparison(variants: list[Variant], as_markdown: bool = False) -> str:
     """Format the table, the differences and what they mean, for 80 columns or as Markdown."""
-    bullet = "- " if as_markdown else ""
-    lines = [console.format_table(build_rows(variants), as_markdown), ""]
-    lines += [bullet + line for line in describe_table(variants)]
+    tables = [(build_rows(variants), describe_table(variants))]
     if any(run.rules for variant in variants for run in variant.runs):
-        lines += ["", console.format_table(build_rule_rows(variants), as_markdown), ""]
-        lines += [f"{bullet}rules: % of the words that a rule of the stories determines are right"]
+        note = "rules: % of the words that a rule of the stories determines are right"
+        tables.append((build_rule_rows(variants), [note]))
     if variants[0].by_rate:
-        lines += ["", console.format_table(build_rate_rows(variants), as_markdown), ""]
-        lines += [f"{bullet}x: times the planned rates; bits/byte of one seed, validation part"]
+        note = "x: times the planned rates; bits/byte of one seed, validation part"
+        tables.append((build_rate_rows(variants), [note]))
     if len(variants) > 1:
-        lines += ["", console.format_table(build_difference_rows(variants), as_markdown), ""]
-        lines += [bullet + line for line in describe_differences(variants)]
-    lines += [bullet + line for line in list_warnings(variants)]
-    return "\n".join(lines)
+        tables.append((build_difference_rows(variants), describe_differences(variants)))
+    tables[-1][1].extend(list_warnings(variants))
+    bullet = "\n- " if as_markdown else "\n"
+    return "\n\n".join(
+        f"{console.format_table(rows, as_markdown)}\n{bullet}{bullet.join(notes)}"
+        for rows, notes in tables
+    )
 
 
 def describe_table(variants: list[Variant]) -> list[str]:
@@ -217,15 +208,10 @@ def build_difference_rows(variants: list[Variant]) -> list[list[str]]:
             row += ["", ""]
         else:
             row += [f"{found.half_width:.4f}", f"{found.p_corrected:.3f}"]
-        row += [_format_counts(found.counts), found.verdict]
+        counts = "+".join(map(str, found.counts))
+        row += [counts if "+" in counts else f"{counts} pairs", found.verdict]
         rows.append(row)
     return rows
-
-
-def _format_counts(counts: tuple[int, ...]) -> str:
-    if len(counts) == 1:
-        return f"{counts[0]} pairs"
-    return "+".join(map(str, counts))
 
 
 def describe_differences(variants: list[Variant]) -> list[str]:
