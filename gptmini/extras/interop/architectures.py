@@ -5,7 +5,7 @@ ARCHITECTURES has one entry for each. To add one, add an entry, and to `to_hf_co
 with transformers (tests/extras/interop).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 from gptmini.config.load import Origins, iter_settings, validate
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, describe_lookup_error, shorten
+from gptmini.model.gpt import create_undrawn
+from gptmini.runs.tensors import NamedTensors, Tensors
 
-Tensors = dict[str, Tensor]
 DEFAULT_CONTEXT_LENGTH = 2048  # of an import: longer ones cost memory that few texts need
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Linear scaling divides every frequency by the factor. Llama 3.1's scaling does so for those
@@ -262,6 +263,56 @@ def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
             tensor = tensor.mT
         hf_weights[name] = tensor.contiguous()
     return hf_weights
+
+
+def match_tensors(
+    config: ModelConfig,
+    stored: Collection[str],
+    list_names: Callable[[str], list[str]],
+    may_lack: Callable[[str], bool],
+    is_ignored: Callable[[str], bool],
+    model_type: str,
+    where: Path,
+) -> dict[str, str | None]:
+    """Find the name of each of our tensors in a file: of those that `list_names` gives, the first.
+
+    None stands for one that it may lack: a bias, which is 0. CheckpointError for any other that is
+    missing, and for one that we do not have.
+    """
+
+    def find_name(name: str) -> str | None:
+        candidates = list_names(name)
+        found = next((each for each in candidates if each in stored), None)
+        if found is None and not may_lack(name):
+            raise CheckpointError(f"{where}: tensor {candidates[0]}: missing; download it again")
+        return found
+
+    find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
+    names = {name: find_name(name) for name in create_undrawn(config).state_dict()}
+    for name in set(stored) - set(names.values()):
+        if not is_ignored(name):
+            raise CheckpointError(
+                f"{where}: tensor {shorten(name)}: unknown in a {model_type}; choose another model"
+            )
+    return names
+
+
+def convert_tensors(
+    config: ModelConfig,
+    names: dict[str, str | None],
+    convert: Callable[[str, str], Tensor],
+    where: Path,
+) -> NamedTensors:
+    """Yield each of our tensors, made by `convert` of our name and theirs when it is asked for."""
+    for name, empty in create_undrawn(config).state_dict().items():
+        their_name = names[name]
+        if their_name is None:
+            yield name, torch.zeros(empty.shape)
+            continue
+        tensor = convert(name, their_name)
+        if name == "positions.weight":
+            tensor = tensor[: len(empty)]  # the context may be shorter than theirs
+        yield name, check_tensor(tensor, empty, f"{where}: tensor {their_name}")
 
 
 def check_tensor(tensor: Tensor, expected: Tensor, where: str) -> Tensor:

@@ -100,14 +100,11 @@ def import_model(
 ) -> None:
     """Import GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3 or StarCoder2."""
     from gptmini.data.hub import HubName
-    from gptmini.extras.interop.import_model import (
-        choose_run_name,
-        parse_source,
-        write_imported_run,
-    )
+    from gptmini.extras.interop.hub_model import parse_model_name
+    from gptmini.extras.interop.import_model import choose_run_name, write_imported_run
     from gptmini.plan.cost import count_parameters
 
-    source = parse_source(model)
+    source = parse_model_name(model) or Path(model)
     if isinstance(source, HubName) and Path(model).parent.is_dir():  # as of runs/NAME
         say(f"{model}: no such folder here; looking for it on the Hugging Face Hub")
     out = out or RUNS_FOLDER / choose_run_name(source)

@@ -16,11 +16,11 @@ from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
 from gptmini.extras.interop import architectures, gguf, gguf_reader, huggingface
-from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.folding import fold
 from gptmini.generate.own_model import find_own_module
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import create_undrawn
+from gptmini.runs.tensors import Tensors
 from gptmini.tokenizer.foreign import SPACE, ForeignTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 from gptmini.train.evaluate_run import load_corpus

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.extras.interop.architectures import Tensors
 from gptmini.model.gpt import create_undrawn
+from gptmini.runs.tensors import Tensors
 
 # silu(S u) u / S is within 0.28 / S² of relu(u)². As a power of four it rounds no weight, and the
 # products stay in float16's range.

@@ -14,8 +14,8 @@ from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.extras.interop import gguf_tokenizer
-from gptmini.extras.interop.architectures import Tensors
 from gptmini.generate.run import Run
+from gptmini.runs.tensors import Tensors
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 WEIGHT_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}

@@ -7,7 +7,6 @@ are.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, describe_lookup_error, describe_os_error, shorten
 from gptmini.extras.interop.architectures import (
-    check_tensor,
+    convert_tensors,
     make_unsupported_error,
+    match_tensors,
     validate_settings,
 )
 from gptmini.extras.interop.gguf import METADATA_KEYS, gguf_name, import_gguf, separate_halves
 from gptmini.extras.interop.gguf_tokenizer import read_tokenizer
 from gptmini.extras.interop.huggingface import check_no_lfs_pointer
-from gptmini.model.gpt import create_undrawn
 from gptmini.model.layers import scale_frequencies
 from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -46,25 +45,13 @@ LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 ROWS_AT_A_TIME = 1024  # of a tensor that is dequantized
 MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 have 800,000
-
-
-@dataclass(frozen=True)
-class GgufArchitecture:
-    """An architecture of llama.cpp, as far as its metadata does not say."""
-
-    norm: str
-    activation: str
-    position: str
-    interleaves: bool = False
-    """Whether RoPE rotates neighbors (2i, 2i + 1) of a head."""
-
-
+# The settings that a file does not state: they follow from its architecture.
 ARCHITECTURES = {
-    "gpt2": GgufArchitecture("layernorm", "gelu", "learned"),
-    "llama": GgufArchitecture("rmsnorm", "swiglu", "rope", interleaves=True),
-    "qwen2": GgufArchitecture("rmsnorm", "swiglu", "rope"),
-    "qwen3": GgufArchitecture("rmsnorm", "swiglu", "rope"),
-    "starcoder2": GgufArchitecture("layernorm", "gelu", "rope"),
+    "gpt2": {"norm": "layernorm", "activation": "gelu", "position": "learned"},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"},
+    "qwen2": {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"},
+    "qwen3": {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"},
+    "starcoder2": {"norm": "layernorm", "activation": "gelu", "position": "rope"},
 }
 
 
@@ -88,9 +75,9 @@ def read_gguf(
         stored = {tensor.name: tensor for tensor in reader.tensors}
         architecture = _find_architecture(metadata, path)
         config = _read_settings(metadata, stored, path, context_length)
-        _check_tensors(stored, architecture, config, path)
+        weights = _convert_weights(config, architecture, stored, path)
         tokenizer = read_tokenizer(metadata, path)
-    return config, _iter_weights(config, architecture, stored, path), tokenizer
+    return config, weights, tokenizer
 
 
 @contextmanager
@@ -152,7 +139,6 @@ def _read_settings(
 ) -> ModelConfig:
     """Return the settings, with a context of at most 2048 positions by default."""
     name = metadata["general.architecture"]
-    architecture = ARCHITECTURES[name]
     n_head = metadata[f"{name}.attention.head_count"]
     defaults = {
         "rope_theta": DEFAULT_ROPE_THETA,
@@ -162,11 +148,9 @@ def _read_settings(
         setting: metadata.get(f"{name}.{key}", defaults.get(setting))
         for setting, key in METADATA_KEYS.items()
     }
-    kind = "layer_norm_rms" if architecture.norm == "rmsnorm" else "layer_norm"
+    settings |= ARCHITECTURES[name]
+    kind = "layer_norm_rms" if settings["norm"] == "rmsnorm" else "layer_norm"
     settings["norm_eps"] = metadata[f"{name}.attention.{kind}_epsilon"]
-    settings["norm"] = architecture.norm
-    settings["activation"] = architecture.activation
-    settings["position"] = architecture.position
     settings["vocab_size"] = len(stored["token_embd.weight"].data)
     settings["tie_embeddings"] = "output.weight" not in stored
     settings["bias"] = any(_is_bias(tensor) and not _is_qkv(tensor) for tensor in stored)
@@ -183,7 +167,7 @@ def _read_settings(
         "window": metadata.get(f"{name}.attention.sliding_window") or None,
     }
     n_rotated = metadata.get(f"{name}.rope.dimension_count", settings["head_dim"])
-    if architecture.position == "rope" and n_rotated != settings["head_dim"]:
+    if settings["position"] == "rope" and n_rotated != settings["head_dim"]:
         raise make_unsupported_error(path, f"{name}.rope.dimension_count", n_rotated)
     if ROPE_FACTORS_TENSOR in stored:
         factors = _read_tensor(stored[ROPE_FACTORS_TENSOR], path).float()  # (K/2,)
@@ -216,36 +200,37 @@ def _is_qkv(name: str) -> bool:
     return name.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
 
 
-def _iter_weights(
+def _convert_weights(
     config: ModelConfig, architecture: str, stored: dict[str, Any], path: Path
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the weights of each of our tensors."""
-    for name, empty in create_undrawn(config).state_dict().items():
-        their_name = gguf_name(name, architecture)
-        if their_name not in stored:  # a bias: with us, all layers have one or none has
-            yield name, torch.zeros(empty.shape)
-            continue
+) -> NamedTensors:
+    """Return the name and the weights of each of our tensors, converted when it is asked for."""
+    names = match_tensors(
+        config,
+        stored,
+        lambda name: [gguf_name(name, architecture)],
+        _is_bias,  # with us, all layers have one or none has
+        lambda name: config.position == "rope" and name == ROPE_FACTORS_TENSOR,
+        architecture,
+        path,
+    )
+
+    def convert(name: str, their_name: str) -> Tensor:
         with _explain_damage(path):
-            tensor = _convert_tensor(stored[their_name], name, empty, config, architecture, path)
-        yield name, tensor
+            tensor = _read_tensor(stored[their_name], path)
+            module = name.split(".")[-2]
+            if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
+                start = "qkv".index(module[0]) * (len(tensor) // 3)
+                return tensor[start : start + len(tensor) // 3]
+            return tensor
 
-
-def _convert_tensor(
-    stored: Any, name: str, empty: Tensor, config: ModelConfig, architecture: str, path: Path
-) -> Tensor:
-    """Return our tensor `name`, given theirs that holds it."""
-    tensor = _read_tensor(stored, path)
-    module = name.split(".")[-2]
-    if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
-        start = "qkv".index(module[0]) * (len(tensor) // 3)
-        tensor = tensor[start : start + len(tensor) // 3]
-    if name == "positions.weight":
-        tensor = tensor[: len(empty)]  # the context may be shorter than theirs
-    tensor = check_tensor(tensor, empty, f"{path}: tensor {gguf_name(name, architecture)}")
-    if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
-        n_head = config.n_head if module == "q_proj" else config.n_kv_head
-        return separate_halves(tensor, n_head)
-    return tensor
+    weights = convert_tensors(config, names, convert, path)
+    if architecture == "llama":
+        heads = {"q_proj": config.n_head, "k_proj": config.n_kv_head}
+        return (
+            (name, separate_halves(tensor, n) if (n := heads.get(name.split(".")[-2])) else tensor)
+            for name, tensor in weights
+        )
+    return weights
 
 
 def _read_tensor(stored: Any, path: Path) -> Tensor:
@@ -273,25 +258,3 @@ def _dequantize(stored: Any) -> Tensor:
         some = slice(start, start + ROWS_AT_A_TIME)
         values[some] = torch.from_numpy(quants.dequantize(rows[some], stored.tensor_type))
     return values.view(shape)
-
-
-def _check_tensors(
-    stored: dict[str, Any], architecture: str, config: ModelConfig, path: Path
-) -> None:
-    """Raise CheckpointError for a tensor that is missing, and for one that we do not have."""
-
-    def check_tensor_exists(name: str) -> None:
-        if name not in stored and not _is_bias(name):
-            raise CheckpointError(f"{path}: tensor {name}: missing; download it again")
-
-    last_layer = config.n_layer - 1
-    check_tensor_exists(f"blk.{last_layer}.attn_norm.weight")  # first, as 1000 layers take seconds
-    known = {ROPE_FACTORS_TENSOR} if ARCHITECTURES[architecture].position == "rope" else set()
-    for name in create_undrawn(config).state_dict():
-        their_name = gguf_name(name, architecture)
-        known.add(their_name)
-        check_tensor_exists(their_name)
-    for name in stored.keys() - known:
-        raise CheckpointError(
-            f"{path}: tensor {shorten(name)}: unknown in a {architecture}; choose another model"
-        )

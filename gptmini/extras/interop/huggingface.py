@@ -5,9 +5,9 @@ Reading runs no code from the folder: pickles are refused, and no name in an ind
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,10 @@ from gptmini.errors import (
 )
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.adopt import adopt_tokenizer
-from gptmini.extras.interop.architectures import Tensors
 from gptmini.extras.interop.tokenizer_json import to_tokenizer_json
 from gptmini.generate.run import Run
 from gptmini.generate.sequence import build_token_bias
-from gptmini.model.gpt import create_undrawn
-from gptmini.runs.tensors import NamedTensors, write_tensors
+from gptmini.runs.tensors import NamedTensors, Tensors, write_tensors
 from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -46,6 +44,7 @@ STANDARD_USES = {f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 LFS_POINTER = b"version https://git-lfs"
+StoredTensors = dict[str, Callable[[], Tensor]]
 HEAD_NAME = "lm_head.weight"  # in every architecture
 # Tensors that transformers ignores: masks of GPT-2, tables of the rotary positions, and the head
 # that TRL trains to value texts.
@@ -63,16 +62,35 @@ def read_model(folder: Path, context_length: int | None = None) -> tuple[ModelCo
     The weights are read when they are asked for, one after the other.
     """
     hf_config, config = read_settings(folder, context_length)
+    model_type = hf_config["model_type"]
     stored = _find_tensors(folder)
-    if config.tie_embeddings and _has_own_head(stored, hf_config["model_type"]):
+    if config.tie_embeddings and _has_own_head(stored, model_type):
         warn(f"{folder}: tie_word_embeddings: true, but it stores a head of its own, which is used")
         config = config.model_copy(update={"tie_embeddings": False})
     output_biases = [tensor for name, tensor in stored.items() if name.endswith("o_proj.bias")]
-    if not config.bias and any(tensor.read().any() for tensor in output_biases):
+    if not config.bias and any(tensor().any() for tensor in output_biases):
         # With us, biases are everywhere or nowhere. Those of the MLP become 0.
         config = config.model_copy(update={"bias": True})
-    names = _match_names(stored, hf_config, config, folder)
-    return config, _convert_weights(stored, names, hf_config, config, folder)
+    without_bias = _list_layers_without_bias(hf_config)
+
+    def list_names(name: str) -> list[str]:
+        their_name = architectures.hf_name(model_type, name)
+        return [their_name, their_name.partition(".")[2]]  # as of models saved without a head
+
+    def may_lack(name: str) -> bool:
+        return name.endswith(".bias") and name.split(".")[-2] in without_bias
+
+    def is_ignored(name: str) -> bool:  # a head that is used nowhere equals the embeddings
+        is_bias = name.endswith("o_proj.bias")
+        return name == HEAD_NAME or is_bias or bool(IGNORED_TENSORS.fullmatch(name))
+
+    def convert(name: str, their_name: str) -> Tensor:
+        return architectures.from_hf(model_type, config, name, stored[their_name]())
+
+    names = architectures.match_tensors(
+        config, stored, list_names, may_lack, is_ignored, model_type, folder
+    )
+    return config, architectures.convert_tensors(config, names, convert, folder)
 
 
 def read_settings(
@@ -238,25 +256,19 @@ def check_no_lfs_pointer(path: Path) -> None:
             )
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file, which `read` returns as it is stored."""
-
-    file: Path
-    name: str
-
-    def read(self) -> Tensor:
-        # Opened for each: what a closed file had mapped leaves the memory.
-        try:
-            with safetensors.safe_open(self.file, "pt") as opened:
-                return opened.get_tensor(self.name)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise _make_damage_error(self.file, error) from None
+def _read_tensor(file: Path, name: str) -> Tensor:
+    """Read a tensor of a safetensors file as it is stored."""
+    # Opened for each: what a closed file had mapped leaves the memory.
+    try:
+        with safetensors.safe_open(file, "pt") as opened:
+            return opened.get_tensor(name)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _make_damage_error(file, error) from None
 
 
-def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _find_tensors(folder: Path) -> StoredTensors:
     """Return the tensors of all weight files by name."""
-    stored: dict[str, StoredTensor] = {}
+    stored: StoredTensors = {}
     for file in (folder / name for name in list_weight_files(folder)):
         check_no_lfs_pointer(file)
         try:
@@ -270,20 +282,20 @@ def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
                             f"{file}: tensor {shorten(name)}: it is stored twice; restore the "
                             f"original files"
                         )
-                    stored[plain_name] = StoredTensor(file, name)
+                    stored[plain_name] = partial(_read_tensor, file, name)
         except (OSError, safetensors.SafetensorError) as error:
             raise _make_damage_error(file, error) from None
     return stored
 
 
-def _has_own_head(stored: dict[str, StoredTensor], model_type: str) -> bool:
+def _has_own_head(stored: StoredTensors, model_type: str) -> bool:
     """Check whether there is a head with other weights than the embeddings."""
     embed_name = architectures.hf_name(model_type, "embed.weight")
     embed = stored.get(embed_name, stored.get(embed_name.partition(".")[2]))
     head = stored.get(HEAD_NAME)
     if embed is None or head is None:
         return False
-    return not torch.equal(embed.read().float(), head.read().float())
+    return not torch.equal(embed().float(), head().float())
 
 
 def _make_damage_error(file: Path, error: Exception) -> CheckpointError:
@@ -321,57 +333,6 @@ def _refuse_pickles(path: Path) -> None:
         f"{min(pickles)}: a pickle, which could run code; write it with transformers' "
         f"save_pretrained, as docs/coming-from.md shows"
     )
-
-
-def _match_names(
-    stored: dict[str, StoredTensor], hf_config: dict[str, Any], config: ModelConfig, folder: Path
-) -> dict[str, str | None]:
-    """Return their name of each of our tensors, None for a bias that is 0.
-
-    Raises CheckpointError for a tensor that is missing and for one that we do not have.
-    """
-    model_type = hf_config["model_type"]
-    without_bias = _list_layers_without_bias(hf_config)
-
-    def find_name(name: str) -> str | None:
-        their_name = architectures.hf_name(model_type, name)
-        headless_name = their_name.partition(".")[2]  # of models that were saved without a head
-        if their_name in stored:
-            return their_name
-        if headless_name in stored:
-            return headless_name
-        if name.endswith(".bias") and name.split(".")[-2] in without_bias:
-            return None
-        raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
-
-    find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
-    names = {name: find_name(name) for name in create_undrawn(config).state_dict()}
-    for name in stored.keys() - names.values() - {HEAD_NAME}:  # which equals the embeddings
-        if not IGNORED_TENSORS.fullmatch(name) and not name.endswith("o_proj.bias"):
-            raise CheckpointError(
-                f"{folder}: tensor {shorten(name)}: unknown in a {model_type}; choose another model"
-            )
-    return names
-
-
-def _convert_weights(
-    stored: dict[str, StoredTensor],
-    names: dict[str, str | None],
-    hf_config: dict[str, Any],
-    config: ModelConfig,
-    folder: Path,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the weights of each of our tensors, converted when it is asked for."""
-    for name, empty in create_undrawn(config).state_dict().items():
-        their_name = names[name]
-        if their_name is None:
-            yield name, torch.zeros(empty.shape)
-            continue
-        stored_tensor = stored[their_name].read()
-        tensor = architectures.from_hf(hf_config["model_type"], config, name, stored_tensor)
-        if name == "positions.weight":
-            tensor = tensor[: len(empty)]  # the context may be shorter than theirs
-        yield name, architectures.check_tensor(tensor, empty, f"{folder}: tensor {their_name}")
 
 
 def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:

@@ -39,16 +39,8 @@ def import_model(source: str | Path, out: str | Path, context_length: int | None
     represent.
     """
     out = Path(out)
-    write_imported_run(parse_source(source), out, context_length)
+    write_imported_run(parse_model_name(str(source)) or Path(source), out, context_length)
     return load_run(out, weights="float32")
-
-
-def parse_source(source: str | Path) -> HubName | Path:
-    """Tell a name on the Hub from the path of a folder or GGUF file.
-
-    Raises CheckpointError for a wrong name.
-    """
-    return parse_model_name(str(source)) or Path(source)
 
 
 def choose_run_name(source: HubName | Path) -> str:

@@ -276,7 +276,7 @@ def test_what_gptmini_does_not_have_is_named(case, llama, tmp_path):
 
 def test_layers_that_are_missing_are_noticed_before_1000_are_built(llama, tmp_path, monkeypatch):
     made = rewrite(llama[1], tmp_path / "x.gguf", {"llama.block_count": 1000})
-    monkeypatch.delattr("gptmini.extras.interop.gguf_reader.create_undrawn")
+    monkeypatch.delattr("gptmini.extras.interop.architectures.create_undrawn")
     with pytest.raises(CheckpointError, match=r"tensor blk\.999\.attn_norm\.weight: missing"):
         read_whole(made)
 

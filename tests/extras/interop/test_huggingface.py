@@ -564,7 +564,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_pa
 def test_layers_that_are_missing_are_noticed_before_1000_are_built(right, tmp_path, monkeypatch):
     shutil.copytree(right, tmp_path / "bad")
     config(num_hidden_layers=1000)(tmp_path / "bad")
-    monkeypatch.delattr("gptmini.extras.interop.huggingface.create_undrawn")
+    monkeypatch.delattr("gptmini.extras.interop.architectures.create_undrawn")
     with pytest.raises(CheckpointError, match=r"tensor model\.layers\.999\..*: missing"):
         import_model(tmp_path / "bad", tmp_path / "run")
 
