@@ -58,7 +58,11 @@ class Completion:
         # draw makes the scheduler run the prompt; it is not shown.
         is_zero = type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
         self._n_hidden = 1 if echo and is_zero else 0
-        self.sample = self._build_sample_config(run, fields, data)
+        settings = {key: fields[key] for key in fields.keys() & SAMPLE_SETTINGS}
+        settings |= dict.fromkeys(data.keys() & (NULL_TURNS_OFF - fields.keys()))
+        settings.setdefault("seed", secrets.randbits(63))
+        settings["max_new_tokens"] = self._n_hidden or fields["max_tokens"]
+        self.sample = run.build_sample_config(settings)
         _require(
             self.sample.max_new_tokens <= limits.max_tokens,
             f"max_tokens: must be at most {limits.max_tokens}; continue in another request",
@@ -113,20 +117,6 @@ class Completion:
             "model": name,
             "created": int(time.time()),
         }
-
-    def _build_sample_config(
-        self, run: Run, fields: dict[str, Any], data: dict[str, Any]
-    ) -> SampleConfig:
-        settings: dict[str, Any] = {
-            "seed": secrets.randbits(63),
-            "max_new_tokens": self._n_hidden or fields["max_tokens"],
-        }
-        for key in SAMPLE_SETTINGS:
-            if key in fields:
-                settings[key] = fields[key]
-            elif key in data and key in NULL_TURNS_OFF:
-                settings[key] = None
-        return run.build_sample_config(settings)
 
     def cancel(self) -> None:
         """Cancel all texts that have not ended."""

@@ -94,59 +94,39 @@ class Server:
         self._scheduler = Scheduler(run, limits.max_rows, limits.max_waiting, self._deliver)
         self._create_metrics()
         guard = self._guard
+        complete, chat = (partial(self._answer, kind) for kind in (Completion, ChatCompletion))
         routes = [
             Route("/", self._send_page),
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
             Route("/v1/models/{name:path}", guard(self._models)),
-            Route("/v1/completions", guard(partial(self._answer, Completion)), methods=["POST"]),
-            Route(
-                "/v1/chat/completions",
-                guard(partial(self._answer, ChatCompletion)),
-                methods=["POST"],
-            ),
+            Route("/v1/completions", guard(complete), methods=["POST"]),
+            Route("/v1/chat/completions", guard(chat), methods=["POST"]),
         ]
-        middleware = [Middleware(_Gate, hosts=hosts, refuse=self._refuse)]
-        exception_handlers: Any = {
-            HTTPException: self._refuse,
-            GptminiError: self._refuse,
-            ClientDisconnect: self._refuse,
-            Exception: self._refuse,
-        }
+        refused = (HTTPException, GptminiError, ClientDisconnect, Exception)
         self.app = Starlette(
             routes=routes,
-            middleware=middleware,
-            exception_handlers=exception_handlers,
+            middleware=[Middleware(_Gate, hosts=hosts, refuse=self._refuse)],
+            exception_handlers=dict.fromkeys(refused, self._refuse),
             lifespan=self._lifespan,
         )
 
     def _create_metrics(self) -> None:
         """Create what /metrics reports, in a registry of this server's own."""
-        registry = CollectorRegistry()
-        self._registry = registry
-        self._requests = Counter(
-            "gptmini_requests", "Answers by status.", ["status"], registry=registry
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, buckets=HISTOGRAM_BUCKETS, registry=self._registry)
+        self._requests = counter("gptmini_requests", "Answers by status.", ["status"])
+        self._prompt_tokens = counter("gptmini_prompt_tokens", "Tokens of prompts.")
+        self._generated_tokens = counter("gptmini_generated_tokens", "Tokens generated.")
+        self._time_to_first_token = histogram(
+            "gptmini_time_to_first_token_seconds", "From request to first token."
         )
-        self._prompt_tokens = Counter(
-            "gptmini_prompt_tokens", "Tokens of prompts.", registry=registry
+        self._time_between_tokens = histogram(
+            "gptmini_time_between_tokens_seconds", "Between two tokens of a text."
         )
-        self._generated_tokens = Counter(
-            "gptmini_generated_tokens", "Tokens generated.", registry=registry
-        )
-        self._time_to_first_token = Histogram(
-            "gptmini_time_to_first_token_seconds",
-            "From request to first token.",
-            buckets=HISTOGRAM_BUCKETS,
-            registry=registry,
-        )
-        self._time_between_tokens = Histogram(
-            "gptmini_time_between_tokens_seconds",
-            "Between two tokens of a text.",
-            buckets=HISTOGRAM_BUCKETS,
-            registry=registry,
-        )
-        texts = Gauge("gptmini_texts", "Texts by state.", ["state"], registry=registry)
+        texts = Gauge("gptmini_texts", "Texts by state.", ["state"], registry=self._registry)
         texts.labels("waiting").set_function(lambda: len(self._scheduler.waiting))
         texts.labels("running").set_function(lambda: len(self._scheduler.running))
 
