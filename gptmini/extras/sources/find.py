@@ -21,40 +21,32 @@ SEPARATOR = "\ud800"  # in no valid text, so no copy runs from one document into
 Piece = tuple[str, bool, Place]
 
 
-@dataclass(frozen=True)
 class SourceText:
-    """A training text, and where the pieces that it came in are from; see `join_pieces`.
+    """A training text, joined of pieces with a SEPARATOR between documents.
 
-    `text` has a SEPARATOR between documents. The n-th piece begins there at `begins[n]`, and in its
-    file at `places[n]`.
+    The n-th piece begins in `text` at `begins[n]`, and in its file at `places[n]`.
     """
 
-    text: str
-    begins: list[int]
-    places: list[Place]
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        parts: list[str] = []
+        length = 0
+        self.begins: list[int] = []
+        self.places: list[Place] = []
+        for piece, starts_document, place in pieces:
+            if starts_document and parts:
+                parts.append(SEPARATOR)
+                length += len(SEPARATOR)
+            self.begins.append(length)
+            self.places.append(place)
+            parts.append(piece)
+            length += len(piece)
+        self.text = "".join(parts)
 
     def locate(self, position: int) -> Place:
         """Return the place of a position; a record has one place."""
         number = bisect_right(self.begins, position) - 1
         before = self.text[self.begins[number] : position]
         return self.places[number].after(before)
-
-
-def join_pieces(pieces: Iterable[Piece]) -> SourceText:
-    """Join a text that comes in pieces."""
-    parts: list[str] = []
-    length = 0
-    begins: list[int] = []
-    places: list[Place] = []
-    for piece, starts_document, place in pieces:
-        if starts_document and parts:
-            parts.append(SEPARATOR)
-            length += len(SEPARATOR)
-        begins.append(length)
-        places.append(place)
-        parts.append(piece)
-        length += len(piece)
-    return SourceText("".join(parts), begins, places)
 
 
 @dataclass(frozen=True)

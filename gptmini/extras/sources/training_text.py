@@ -9,7 +9,7 @@ from gptmini.config.settings import DataConfig
 from gptmini.console import format_bytes, show_elapsed
 from gptmini.data.corpus import open_text
 from gptmini.errors import DataError
-from gptmini.extras.sources.find import Copies, Piece, SourceText, join_pieces
+from gptmini.extras.sources.find import Copies, Piece, SourceText
 from gptmini.generate.run import Run
 from gptmini.runs.progress import describe_changed_text
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
@@ -45,7 +45,7 @@ def read_training_text(run: Path, settings: DataConfig, content: str) -> SourceT
         if text.content != content:
             raise DataError(describe_changed_text(settings.path, run, "restore the old one"))
         with show_elapsed("reading the text"):
-            return join_pieces(_read_pieces(text.iter_chunks(), ", ".join(settings.path)))
+            return SourceText(_read_pieces(text.iter_chunks(), ", ".join(settings.path)))
 
 
 def _read_pieces(chunks: Iterable[TextChunk], names: str) -> Iterator[Piece]:

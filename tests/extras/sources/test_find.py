@@ -15,7 +15,7 @@ LETTERS = ["a", "ab", "ab \n", "\u4e2d\u6587\u4e2c", "\xe9\xe8a", "\U0001f600\U0
 
 def join(*documents: str) -> SourceText:
     numbered = enumerate(documents, 1)
-    return find.join_pieces((text, True, Place(f"{number}.txt", 1)) for number, text in numbered)
+    return SourceText((text, True, Place(f"{number}.txt", 1)) for number, text in numbered)
 
 
 def search_plainly(documents: list[str], text: str, shortest: int) -> list[tuple[int, int]]:
