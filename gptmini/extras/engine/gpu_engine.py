@@ -1,7 +1,4 @@
-"""Run PyTorch's engine faster on a GPU: narrow weights, recorded steps, tokens drawn there.
-
-Without this, a GPU generates the same texts, up to rounding, and more slowly.
-"""
+"""Run PyTorch's engine faster on a GPU: narrow weights, recorded steps, tokens drawn there."""
 
 import torch
 from torch import Tensor

@@ -98,11 +98,9 @@ class _Model(Structure):
 class NativeStep:
     """The compiled forward pass of one model over one KV cache of B rows.
 
-    Weights are stored in the given precision. With bfloat16 and int8, the inputs of products have
-    16 bits, keys and values are rounded to bfloat16, and on AMX queries and the weights of the
-    values, too; all other arithmetic is float32. A token's logits have the same bits whatever else
-    is in the call. C holds pointers into the model and the cache, so neither may be moved or
-    reallocated while this object lives.
+    Weights are stored in the given precision; decode.cpp says what else is rounded. C holds
+    pointers into the model and the cache, so neither may be moved or reallocated while this object
+    lives.
     """
 
     def __init__(

@@ -117,9 +117,9 @@ class Ranks(Group):
         """Run `work` on one rank of each machine, then on the others, which find its files."""
         if self.local_rank == 0:
             result = self.on_all_ranks(work)
-            self.on_all_ranks(_do_nothing)  # while the others work
+            self.on_all_ranks(lambda: None)  # while the others work
         else:
-            self.on_all_ranks(_do_nothing)  # while the first one works
+            self.on_all_ranks(lambda: None)  # while the first one works
             result = self.on_all_ranks(work)
         return result
 
@@ -186,7 +186,3 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except (GptminiError, OSError) as failure:
         return None, failure
-
-
-def _do_nothing() -> None:
-    """Take part in an exchange in which other ranks work."""
