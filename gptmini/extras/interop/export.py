@@ -144,14 +144,10 @@ def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:
         if SPACE in text and isinstance(tokenizer, CharTokenizer):
             continue  # llama.cpp takes it for a space
         if tokenizer.encode(text).tolist() != read_back.encode(text).tolist():
-            raise _make_text_error(out, tokenizer, f"the text {text!r} has other tokens there")
-
-
-def _make_text_error(out: Path, tokenizer: Tokenizer, problem: str) -> GptminiError:
-    """Make the error for other tokens: of another model's tokenizer, the format may not have it."""
-    if isinstance(tokenizer, ForeignTokenizer):
-        return ConfigError(f"{out}: not written: {problem}; choose another format or model")
-    return GptminiError(f"{out}: not written: {problem}; {REPORT_BUG}")
+            problem = f"{out}: not written: the text {text!r} has other tokens there"
+            if isinstance(tokenizer, ForeignTokenizer):  # the format may not have what it is
+                raise ConfigError(f"{problem}; choose another format or model")
+            raise GptminiError(f"{problem}; {REPORT_BUG}")
 
 
 def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:

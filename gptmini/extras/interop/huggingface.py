@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmini import files
 from gptmini.config.load import validate
-from gptmini.config.settings import ModelConfig
+from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.console import warn
 from gptmini.errors import (
     CheckpointError,
@@ -172,8 +172,8 @@ def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
     return found
 
 
-def read_sampling(folder: Path) -> dict[str, Any]:
-    """Return the settings of the section `sample` that generation_config.json states."""
+def read_sampling(folder: Path) -> SampleConfig:
+    """Return the section `sample` that generation_config.json states."""
     path = folder / "generation_config.json"
     stated = _read_optional_json(path)
     settings = {key: stated[key] for key in SAMPLING_KEYS if stated.get(key) is not None}
@@ -183,9 +183,7 @@ def read_sampling(folder: Path) -> dict[str, Any]:
     if stated.get("do_sample") is False:
         settings["temperature"] = 0.0
     try:
-        return validate({"sample": settings}, {("sample",): str(path)}).sample.model_dump(
-            exclude_unset=True
-        )
+        return validate({"sample": settings}, {("sample",): str(path)}).sample
     except ConfigError as error:
         raise CheckpointError(*error.lines) from None
 

@@ -65,7 +65,7 @@ def write_imported_run(
             settings = Config(
                 model=config,
                 tokenizer=TokenizerConfig(kind=tokenizer.kind),
-                sample=SampleConfig(**read_sampling(path)) if path.is_dir() else SampleConfig(),
+                sample=read_sampling(path) if path.is_dir() else SampleConfig(),
                 train=TrainConfig(**FINETUNE_SETTINGS, seq_len=seq_len),
             )
             write_run(RunDirectory(partial), settings, weights, tokenizer, str(source))
