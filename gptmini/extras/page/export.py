@@ -114,7 +114,8 @@ def build_page(
         )
     data = build_data(run, precision, tokenizer)
     data |= {"prompt": prompt, "held_out": held_out, "server": server}
-    return render_page(data, encode_weights(run.tensors, precision))
+    weights = b"".join(encode_tensors(run.tensors, precision))
+    return render_page(data, base64.b64encode(weights).decode())
 
 
 def find_opening(run: Run) -> str:
@@ -195,11 +196,6 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def is_matrix(name: str) -> bool:
     """Check whether a tensor is rounded, as `precision.round_weights` does."""
     return name.endswith(("proj.weight", "embed.weight", "head.weight"))
-
-
-def encode_weights(tensors: Mapping[str, Tensor], precision: str) -> str:
-    """Encode the tensors of a model in base64; matrices as `precision.round_weights` rounds."""
-    return base64.b64encode(b"".join(encode_tensors(tensors, precision))).decode()
 
 
 def list_tensors(tensors: Mapping[str, Tensor], precision: str) -> list[dict[str, Any]]:
