@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -41,10 +41,29 @@ class Shards:
     def create_blank(self, config: ModelConfig, compute: Compute) -> GPT:
         """Create a sharded model whose weights are whatever lies in memory.
 
-        torch moves a block at a time to the device and keeps the rows of this rank.
+        Ranks gather each block when it is used, its matrices in the type of their products, and add
+        gradients in float32.
         """
-        model = create_undrawn(config)
-        shard(model, self.mesh, compute.dtype)
+        model = create_undrawn(config)  # of which torch moves a block at a time to the device
+        matrices = MixedPrecisionPolicy(compute.dtype, torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            if compute.dtype != torch.float32:  # norms compute in it, so they are gathered apart
+                norms: list[nn.Module] = [
+                    module for module in block.modules() if isinstance(module, NORM_MODULES)
+                ]
+                fully_shard(norms, mesh=self.mesh)
+            fully_shard(block, mesh=self.mesh, mp_policy=matrices)
+        fully_shard(model, mesh=self.mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Losses are weighted by their rows, so gradients are added, where FSDP takes their
+                # mean. The second call keeps NCCL from scaling within the sum.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        # FSDP gathers when `forward` is called. Evaluating calls `forward_hidden`, which must
+        # gather, too. So the forward pass of a step drops what is beside the blocks after it and
+        # gathers it again for the backward pass: more traffic, but less memory at the peak.
+        register_fsdp_forward_method(model, "forward_hidden")
         return model
 
     def create_gradients(self, model: GPT) -> Gradients:
@@ -75,32 +94,6 @@ class Shards:
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the whole of a sharded tensor on every rank."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard a model: ranks gather each block when it is used, and add gradients in float32.
-
-    The blocks' matrices are gathered in `dtype`, the type of their products.
-    """
-    matrices = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
-        if dtype != torch.float32:  # norms compute in float32, so they are gathered apart
-            norms: list[nn.Module] = [
-                module for module in block.modules() if isinstance(module, NORM_MODULES)
-            ]
-            fully_shard(norms, mesh=mesh)
-        fully_shard(block, mesh=mesh, mp_policy=matrices)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are weighted by their rows, so gradients are added, where FSDP takes their
-            # mean. The second call keeps NCCL from scaling within the sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    # FSDP gathers when `forward` is called. Evaluating calls `forward_hidden`, which must gather
-    # too. So the forward pass of a step drops what is beside the blocks after `forward_hidden` and
-    # gathers it again for the backward pass: more traffic, but less memory at the peak.
-    register_fsdp_forward_method(model, "forward_hidden")
 
 
 class ShardedGradients(Gradients):
