@@ -7,6 +7,7 @@ nothing is prepared twice.
 import hashlib
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from gptmini.console import format_count, show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
-from gptmini.errors import DataError, MachineError, describe_os_error
+from gptmini.errors import DataError, GptminiError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, from_dict
@@ -90,6 +91,25 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
     with _open_cache(settings) as paths:
         return _encode_whole(find_text(paths, settings), tokenizer)
+
+
+def has_same_text(settings: DataConfig, content: str, paths: list[str]) -> bool:
+    """Return whether `paths` share a file with a run's text, or are that text by other names.
+
+    `settings` are the run's, and `content` the SHA-256 of its text; empty if it has none.
+    """
+    if not content or "-" in paths:  # which can be read once
+        return False
+    with suppress(GptminiError):  # its own files may be gone
+        own, given = (
+            {os.path.realpath(file.path) for file in find_text(names, settings).files}
+            for names in (settings.path, paths)
+        )
+        if own & given:
+            return True
+    with suppress(GptminiError), open_text(settings.model_copy(update={"path": paths})) as text:
+        return text.content == content
+    return False
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from gptmini.config.settings import Config, ModelConfig, TrainConfig
-from gptmini.console import format_count, format_duration, say, warn
+from gptmini.console import format_count, warn
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_step_flops
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, reads_often
@@ -208,12 +208,6 @@ def choose_steps(
     steps = stated_steps or max(1, int(min(left, useful_steps)))
     if steps < MIN_UPDATES and not stated_steps:
         _warn_of_few_steps(config.with_train(steps=steps), text)
-    if steps < int(left) and not stated_steps:
-        takes = format_duration((steps + evaluations * evaluation) * per_step)
-        say(
-            f"  time      training takes about {takes}: reading so short a text more often "
-            "would make the model worse"
-        )
     # Where there is time for the last evaluation alone, it stays the only one on a faster machine.
     interval = steps / evaluations if evaluations > 1 else 4 * steps
     # The best evaluation is saved. So that nothing is saved twice, a save is due there anyway.

@@ -36,7 +36,7 @@ from gptmini.plan.recipe import (
 from gptmini.plan.reconcile import Request, reconcile
 from gptmini.plan.timing import Machine, choose_micro_batch_size, is_worth_compiling
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.progress import describe_changed_text
+from gptmini.runs.progress import describe_edited_text
 
 # Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.1 to 3 in English, German and
 # Python.
@@ -133,7 +133,7 @@ def prepare_tokens(request: Request, text: TrainingText, steps: int | None) -> C
     corpus = encode_text(text, _shorten_open_rows(request, config), tokenizer=tokenizer)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
-        raise DataError(describe_changed_text(config.data.path, request.run))
+        raise DataError(describe_edited_text(request.stated, request.run))
     return corpus
 
 
