@@ -241,10 +241,7 @@ def _list_runs() -> dict[str, Path]:
 def choose_out(
     config: str | None, data: str, attention: str | None = None, base: Path | None = None
 ) -> Path:
-    """Name a new run in runs/ after its configuration or text, its attention and its base.
-
-    From a base of the same name it gets the next number.
-    """
+    """Name a new run in runs/ after its configuration or text, its attention and its base."""
     name = config or data.removeprefix("builtin:")
     if name.startswith("hf:"):  # without owner, revision and pattern
         name = re.split("[:@]", name)[1].split("/")[:2][-1]
@@ -255,7 +252,7 @@ def choose_out(
     if attention:
         name += f"-{attention.replace(':', '')}"
     if base:
-        other = base.resolve().name
+        other = base.resolve().name  # of an earlier form of the text: the next number
         same = re.fullmatch(rf"{re.escape(name)}(?:-from-.*|-(\d+))?", other)
         name += f"-{int(same[1] or 1) + 1}" if same else f"-from-{other}"
     return RUNS_FOLDER / name

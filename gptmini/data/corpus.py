@@ -119,7 +119,8 @@ def open_text(settings: DataConfig) -> Iterator[TrainingText]:
         texts = []
         for group in [[path] for path in paths] if settings.weights else [paths]:
             text = find_text(group, settings)
-            share = _get_held_out_share(settings, text.bytes)
+            share = settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (text.bytes + 1))
+            share = 0.0 if settings.validation_path is not None else share
             texts.append(replace(text, validation=share, test=settings.test or 0.0))
         other = settings.validation_path
         yield TrainingText(texts, None if other is None else find_text(other, settings))
@@ -144,7 +145,8 @@ def encode_text(
             found[split].append(file)
     if text.held_out is not None:
         found["validation"] = [_encode_whole(text.held_out, tokenizer)]
-    name = _name_corpus(settings)
+    names = ["standard input" if path == "-" else path for path in settings.path]
+    name = ", ".join(names).encode("utf-8", "backslashreplace").decode()  # paths may hold any bytes
     corpus = Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
     )
@@ -169,19 +171,6 @@ def _open_cache(settings: DataConfig) -> Iterator[list[str]]:
             f"{error.filename or cache}: {describe_os_error(error)}; choose another folder with "
             f"GPTMINI_CACHE"
         ) from None
-
-
-def _name_corpus(settings: DataConfig) -> str:
-    """Name a corpus after its paths, which may hold bytes that are not UTF-8."""
-    names = ["standard input" if path == "-" else path for path in settings.path]
-    return ", ".join(names).encode("utf-8", "backslashreplace").decode()
-
-
-def _get_held_out_share(settings: DataConfig, size: int) -> float:
-    """Get the fraction of a text of `size` bytes to validate on; none if another text is."""
-    if settings.validation_path is not None:
-        return 0.0
-    return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
 
 
 def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed, warn
-from gptmini.data.corpus import has_same_text
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.generate.own_model import check_same_start
 from gptmini.runs.directory import Checkpoint, RunDirectory
@@ -93,6 +92,8 @@ def _may_have_seen_held_out(base: RunDirectory, state: dict[str, Any], training:
     """Return whether a base may have been trained on text that this run holds out."""
     if state["corpus"] == training.corpus.content:  # the same part is held out
         return bool(state.get("saw_held_out"))
+    from gptmini.data.corpus import has_same_text  # noqa: PLC0415 - the loop reads no texts
+
     data = training.config.data
     held_out = data.validation_path or data.path
     return has_same_text(base.load_config().data, state["corpus"], held_out)
@@ -147,7 +148,8 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
-    state = {"own_logits": [], "saw_held_out": False} | checkpoint.state  # older runs lack them
+    older: dict[str, Any] = {"own_logits": [], "saw_held_out": False}  # runs lack these
+    state = older | checkpoint.state
     try:
         saved = Progress(**{each.name: state[each.name] for each in fields(Progress)})
     except KeyError as missing:

@@ -51,7 +51,11 @@ class Reporter:
                 training.own.on_step(training.step, step)
         line: Metrics = {}
         if step and training.is_log_due:
-            line |= step | {"tokens_per_second": self._measure_speed()}
+            last_step, last_seconds = self._last_logged
+            self._last_logged = (training.step, training.progress.seconds)
+            tokens = (training.step - last_step) * training.tokens_per_step
+            speed = round(tokens / (training.progress.seconds - last_seconds), 1)
+            line |= step | {"tokens_per_second": speed}
         if evaluation:
             # A sharded model needs every rank for a forward pass.
             samples_here = self._log is not None or training.group.is_sharded
@@ -77,14 +81,6 @@ class Reporter:
         is_short = training.step < training.config.train.steps
         if error_type is None and (is_short or not training.is_better_than_base):
             say(f"ended at step {training.step}: {describe_how_to_continue(training)}")
-
-    def _measure_speed(self) -> float:
-        """Measure the tokens per second of the updates since the last call."""
-        step, seconds = self._last_logged
-        now = (self._training.step, self._training.progress.seconds)
-        self._last_logged = now
-        tokens = (now[0] - step) * self._training.tokens_per_step
-        return round(tokens / (now[1] - seconds), 1)
 
 
 # -- why it ends -----------------------------------------------------------------------------------
