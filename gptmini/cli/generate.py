@@ -90,7 +90,9 @@ def generate(
         _continue_lines(trained, settings)
         return
     text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
-    batches = _start_batches(trained, text, samples, batch_size, settings)
+    starts = range(0, samples, batch_size)
+    parts = (range(first, min(first + batch_size, samples)) for first in starts)
+    batches = (trained.start([text] * len(part), part, **settings) for part in parts)
     if as_json:
         _print_json(list(batches))
     else:
@@ -120,14 +122,6 @@ def load(path: Path, device: str, weights: str, shows_name: bool = False) -> "Ru
     if shows_name:
         console.say(f"{path}, step {run.step}")
     return run
-
-
-def _start_batches(
-    run: "Run", prompt: str, samples: int, batch_size: int, settings: Settings
-) -> "Iterator[Generation]":
-    for first in range(0, samples, batch_size):
-        numbers = range(first, min(first + batch_size, samples))
-        yield run.start([prompt] * len(numbers), numbers, **settings)
 
 
 def _print_texts(prompt: str, samples: int, batches: "Iterator[Generation]") -> None:

@@ -252,7 +252,9 @@ def choose_out(
     if attention:
         name += f"-{attention.replace(':', '')}"
     if base:
-        name += f"-from-{base.resolve().name}"
+        other = base.resolve().name  # of an earlier form of the text: the next number
+        same = re.fullmatch(rf"{re.escape(name)}(?:-from-.*|-(\d+))?", other)
+        name += f"-{int(same[1] or 1) + 1}" if same else f"-from-{other}"
     return RUNS_FOLDER / name
 
 

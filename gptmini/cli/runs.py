@@ -62,9 +62,10 @@ def _summarize(path: Path) -> Facts:
 
     `step` is the last one that was logged if the run is being trained, else that of the newest
     checkpoint. `val_loss` and `val_bpb` are the best that were logged, of `eval_tokens` of the
-    held-out text, or of all if None. `written` is in seconds since 1970. `source` is what the run
-    or its base was imported from. A model of your own has `parameters` that only its code knows:
-    None. `problem` says why a run cannot be read.
+    held-out text, or of all if None. `saw_held_out`: its base may have been trained on that text.
+    `written` is in seconds since 1970. `source` is what the run or its base was imported from. A
+    model of your own has `parameters` that only its code knows: None. `problem` says why a run
+    cannot be read.
     """
     from gptmini.plan.cost import count_parameters
     from gptmini.runs.directory import RunDirectory
@@ -76,7 +77,7 @@ def _summarize(path: Path) -> Facts:
     facts: Facts = {"path": str(path), "bytes": size, "written": written}
     facts["being_trained"] = being_trained
     facts |= dict.fromkeys(["step", "steps", "parameters", "val_loss", "val_bpb", "eval_tokens"])
-    facts |= {"source": "", "problem": ""}
+    facts |= {"source": "", "saw_held_out": False, "problem": ""}
     try:
         config = run.load_config()
         metrics = read_metrics(run.metrics_file)
@@ -94,6 +95,7 @@ def _summarize(path: Path) -> Facts:
     facts["steps"] = config.train.steps
     facts["eval_tokens"] = config.train.eval_tokens
     facts["source"] = str(state.get("source", ""))
+    facts["saw_held_out"] = bool(state.get("saw_held_out"))
     return facts
 
 
@@ -115,6 +117,8 @@ def _format_row(run: Facts) -> list[str]:
     notes = [run["problem"]] if run["problem"] else []
     if run["source"]:
         notes.append(f"from {run['source']}")
+    if run["saw_held_out"]:
+        notes.append("its base may know the held-out text")
     if run["eval_tokens"] is not None:
         notes.append(f"loss of {run['eval_tokens']:,} tokens")
     if run["being_trained"]:

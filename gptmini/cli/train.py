@@ -90,14 +90,15 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
     from gptmini.data.formats import STORIES
     from gptmini.runs.log import read_metrics
 
+    if not trained.is_better_than_base:
+        return  # its sample is the base's
     assert trained.progress.best is not None
     best = trained.progress.best["step"]
     for line in read_metrics(trained.run.metrics_file):
         if line["step"] == best and "sample" in line:
             say("")
-            place = f"after step {best}" if best else "no step was better than the base"
-            worse = "; later steps made it worse" if 0 < best < trained.step else ""
-            say(f"what the model writes ({place}{worse}):")
+            worse = "; later steps made it worse" if best < trained.step else ""
+            say(f"what the model writes (after step {best}{worse}):")
             say("")
             stream_to_stdout([line["sample"], "\n"])
     say("")

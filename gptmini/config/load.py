@@ -45,7 +45,9 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
         data = _expand_attention(data, f"{origins.get(ATTENTION)}: model.attention")
     if any(path == MINUTES and value is not None for _, path, value in assignments):
-        _drop_set_by_minutes(data)
+        # Minutes on the command line win over the steps and intervals of a file.
+        train = data["train"] if isinstance(data.get("train"), dict) else {}
+        data["train"] = {key: train[key] for key in train if key not in SET_BY_MINUTES}
     for label, path, value in assignments:
         _assign(data, label, path, value)
         origins = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
@@ -83,14 +85,6 @@ def _expand_attention(data: dict[str, Any], label: str) -> dict[str, Any]:
         return data
     attention = FULL_ATTENTION | parse_attention(model["attention"], label)
     return data | {"model": model | {"attention": attention}}
-
-
-def _drop_set_by_minutes(data: dict[str, Any]) -> None:
-    """Drop the steps and intervals of a file: minutes on the command line win over them."""
-    train = data.get("train")
-    if not isinstance(train, dict):
-        train = {}
-    data["train"] = {key: value for key, value in train.items() if key not in SET_BY_MINUTES}
 
 
 def _assign(data: dict[str, Any], label: str, path: KeyPath, value: Any) -> None:

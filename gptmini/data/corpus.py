@@ -7,6 +7,7 @@ nothing is prepared twice.
 import hashlib
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from gptmini.console import format_count, show_byte_progress
 from gptmini.data import token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
-from gptmini.errors import DataError, MachineError, describe_os_error
+from gptmini.errors import DataError, GptminiError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, from_dict
@@ -92,6 +93,25 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer) -> TokenFile:
         return _encode_whole(find_text(paths, settings), tokenizer)
 
 
+def has_same_text(settings: DataConfig, content: str, paths: list[str]) -> bool:
+    """Return whether `paths` share a file with a run's text, or are that text by other names.
+
+    `settings` are the run's, and `content` the SHA-256 of its text; empty if it has none.
+    """
+    if not content or "-" in paths:  # which can be read once
+        return False
+    with suppress(GptminiError):  # its own files may be gone
+        own, given = (
+            {os.path.realpath(file.path) for file in find_text(names, settings).files}
+            for names in (settings.path, paths)
+        )
+        if own & given:
+            return True
+    with suppress(GptminiError), open_text(settings.model_copy(update={"path": paths})) as text:
+        return text.content == content
+    return False
+
+
 @contextmanager
 def open_text(settings: DataConfig) -> Iterator[TrainingText]:
     """Find the files of a text, to read it and to prepare it in the cache; raises as above."""
@@ -99,7 +119,8 @@ def open_text(settings: DataConfig) -> Iterator[TrainingText]:
         texts = []
         for group in [[path] for path in paths] if settings.weights else [paths]:
             text = find_text(group, settings)
-            share = _get_held_out_share(settings, text.bytes)
+            share = settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (text.bytes + 1))
+            share = 0.0 if settings.validation_path is not None else share
             texts.append(replace(text, validation=share, test=settings.test or 0.0))
         other = settings.validation_path
         yield TrainingText(texts, None if other is None else find_text(other, settings))
@@ -124,7 +145,8 @@ def encode_text(
             found[split].append(file)
     if text.held_out is not None:
         found["validation"] = [_encode_whole(text.held_out, tokenizer)]
-    name = _name_corpus(settings)
+    names = ["standard input" if path == "-" else path for path in settings.path]
+    name = ", ".join(names).encode("utf-8", "backslashreplace").decode()  # paths may hold any bytes
     corpus = Corpus(
         name, tokenizer, found["training"], found["validation"], found["test"], text.content
     )
@@ -149,19 +171,6 @@ def _open_cache(settings: DataConfig) -> Iterator[list[str]]:
             f"{error.filename or cache}: {describe_os_error(error)}; choose another folder with "
             f"GPTMINI_CACHE"
         ) from None
-
-
-def _name_corpus(settings: DataConfig) -> str:
-    """Name a corpus after its paths, which may hold bytes that are not UTF-8."""
-    names = ["standard input" if path == "-" else path for path in settings.path]
-    return ", ".join(names).encode("utf-8", "backslashreplace").decode()
-
-
-def _get_held_out_share(settings: DataConfig, size: int) -> float:
-    """Get the fraction of a text of `size` bytes to validate on; none if another text is."""
-    if settings.validation_path is not None:
-        return 0.0
-    return settings.validation or min(0.1, MAX_HELD_OUT_BYTES / (size + 1))
 
 
 def _check_length(corpus: Corpus, config: Config, text: TrainingText) -> None:

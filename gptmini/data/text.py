@@ -293,21 +293,16 @@ def _find_builtin_files(name: str, errors: str) -> list[File]:
     raise DataError(f"{name}: no such corpus; choose {', '.join(BUILTIN_CORPORA)}")
 
 
-def _find_dataset_files(name: str, errors: str) -> list[File]:
-    """Find the files of a dataset on the Hub, which are in the cache then."""
-    found = [_describe_file(path, errors) for path in hub_dataset.fetch_dataset(name)]
-    names = hub.list_some(file.path.name for file in found)
-    say_once(f"{name}: {names}, {sum(file.bytes for file in found):,} bytes")
-    return found
-
-
 def _find_files(path: str, settings: DataConfig) -> list[File]:
     """Find the files of one path, in reading order; of a folder or pattern those that are text."""
     errors = settings.errors
     if path.startswith("builtin:"):
         return _find_builtin_files(path, errors)
     if hub_dataset.is_dataset_name(path):
-        return _find_dataset_files(path, errors)
+        cached = [_describe_file(file, errors) for file in hub_dataset.fetch_dataset(path)]
+        names = hub.list_some(file.path.name for file in cached)
+        say_once(f"{path}: {names}, {sum(file.bytes for file in cached):,} bytes")
+        return cached
     place = Path(os.path.expanduser(path))  # neither it nor os.path raises, as Path does
     problems: dict[Path, str] = {}
     if is_run(place):

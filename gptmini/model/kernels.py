@@ -202,7 +202,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         dhidden = torch.empty_like(hidden)  # (N, D)
         dweight = torch.zeros_like(padded, dtype=weight.dtype)  # (padded V, D)
-        rows = _choose_rows(N, len(padded))
+        # So many rows make a chunk; all chunks but the last are equal.
+        rows = -(-N // -(-N * len(padded) // LOGITS_PER_CHUNK))
+        rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
         is_ignored = targets[:, None] < 0  # (N, 1)
         # A sum over so many rows could leave the range of float16. Ignored rows add nothing.
         scales = torch.full_like(targets[:, None], SUM_SCALE, dtype=dtype)  # (N, 1)
@@ -244,10 +246,3 @@ def _pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
     padded[:V] = weight
     padded[V:] = 0
     return padded
-
-
-def _choose_rows(N: int, V: int) -> int:
-    """Choose how many of N rows of V logits make a chunk; all chunks but the last are equal."""
-    n_chunks = -(-N * V // LOGITS_PER_CHUNK)
-    rows = -(-N // n_chunks)
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from gptmini.config.settings import Config, ModelConfig, TrainConfig
-from gptmini.console import format_count, format_duration, say, warn
+from gptmini.console import format_count, warn
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_step_flops
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, reads_often
@@ -92,7 +92,8 @@ def _choose_largest_of(
     Returns the one before, and its steps. A model whose layers and width are stated takes the batch
     of the nearest in size.
     """
-    if _states_layers_and_width(config.model):
+    stated = config.model.model_fields_set  # heads and their size make a width
+    if "n_layer" in stated and ("d_model" in stated or {"n_head", "head_dim"} <= stated):
         models = (_find_nearest(models, config.model),)
     chosen = config
     steps = 0  # none yet
@@ -105,7 +106,9 @@ def _choose_largest_of(
         candidate = config.fill_open({"model": sizes})
         rows = math.ceil(model.batch_tokens / candidate.seq_len / unit) * unit
         candidate = candidate.fill_open({"train": {"batch_size": rows}})
-        if steps and _is_too_large(candidate, machine):
+        # Several processes shard a model whose weights and optimizer do not fit whole.
+        count = count_parameters(_assume_vocabulary(candidate).model)
+        if steps and machine.get_free_memory(count, sharded=True) < 0:
             break
         per_step = machine.estimate_seconds_per_step(_assume_vocabulary(candidate))
         useful = compute_useful_steps(candidate, text)
@@ -120,12 +123,6 @@ def _choose_largest_of(
         if not fits:
             break
     return chosen, steps
-
-
-def _states_layers_and_width(model: ModelConfig) -> bool:
-    """Return whether layers and width are stated; heads and their size make a width."""
-    stated = model.model_fields_set
-    return "n_layer" in stated and ("d_model" in stated or {"n_head", "head_dim"} <= stated)
 
 
 def _find_nearest(models: tuple[CandidateModel, ...], stated: ModelConfig) -> CandidateModel:
@@ -206,13 +203,11 @@ def choose_steps(
     useful_steps = compute_useful_steps(config, text)
     stated_steps = _get_stated_steps(config)
     steps = stated_steps or max(1, int(min(left, useful_steps)))
-    if steps < MIN_UPDATES and not stated_steps:
-        _warn_of_few_steps(config.with_train(steps=steps), text)
-    if steps < int(left) and not stated_steps:
-        takes = format_duration((steps + evaluations * evaluation) * per_step)
-        say(
-            f"  time      training takes about {takes}: reading so short a text more often "
-            "would make the model worse"
+    epochs = count_epochs(config.with_train(steps=steps), text)
+    if steps < MIN_UPDATES and not stated_steps and epochs < 1:  # a short text is read once anyway
+        warn(
+            f"train.minutes: too short for this machine: about {format_count(steps, 'step')}, "
+            f"{epochs:.1%} of the text; use more minutes or a smaller model"
         )
     # Where there is time for the last evaluation alone, it stays the only one on a faster machine.
     interval = steps / evaluations if evaluations > 1 else 4 * steps
@@ -226,17 +221,6 @@ def choose_steps(
         "log_every": max(1, steps // 100),
     }
     return config.fill_open({"train": chosen})
-
-
-def _warn_of_few_steps(config: Config, text: TextSize) -> None:
-    """Say that the minutes are too few, unless a short text is read once all the same."""
-    epochs = count_epochs(config, text)
-    if epochs < 1:
-        warn(
-            f"train.minutes: too short for this machine: about "
-            f"{format_count(config.train.steps, 'step')}, {epochs:.1%} of the text; use more "
-            f"minutes or a smaller model"
-        )
 
 
 def _limit_eval_tokens(config: Config, possible_steps: float, held_out: int) -> Config:
@@ -269,13 +253,6 @@ def _assume_vocabulary(config: Config) -> Config:
     vocab_size = config.model.vocab_size or ASSUMED_VOCAB_SIZE
     model = config.model.model_copy(update={"vocab_size": vocab_size})
     return config.model_copy(update={"model": model})
-
-
-def _is_too_large(config: Config, machine: Machine) -> bool:
-    """Return whether the weights and the optimizer of a model would not even fit."""
-    count = count_parameters(_assume_vocabulary(config).model)
-    # Several processes shard a model that does not fit whole.
-    return machine.get_free_memory(count, sharded=True) < 0
 
 
 def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from gptmini.plan.recipe import (
 from gptmini.plan.reconcile import Request, reconcile
 from gptmini.plan.timing import Machine, choose_micro_batch_size, is_worth_compiling
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.progress import describe_changed_text
+from gptmini.runs.progress import describe_edited_text
 
 # Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.1 to 3 in English, German and
 # Python.
@@ -133,7 +133,7 @@ def prepare_tokens(request: Request, text: TrainingText, steps: int | None) -> C
     corpus = encode_text(text, _shorten_open_rows(request, config), tokenizer=tokenizer)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
-        raise DataError(describe_changed_text(config.data.path, request.run))
+        raise DataError(describe_edited_text(request.stated, request.run))
     return corpus
 
 
@@ -154,13 +154,9 @@ def say_text(request: Request, corpus: Corpus) -> None:
         warn(
             f"{corpus.name}: its tokenizer drops spaces and line breaks; generated texts lack them"
         )
-    if request.config.base.run is not None:
-        say_base(request.config, corpus)
-
-
-def say_base(config: Config, corpus: Corpus) -> None:
-    """Show the base, and warn if it may forget how to answer."""
-    base = config.base
+    base = request.config.base
+    if base.run is None:
+        return
     step = "" if base.step is None else f", step {base.step:,}"
     say(f"  base      {base.run}{step}: its weights and tokenizer")
     if corpus.tokenizer.chat_template is not None and not corpus.has_ignored:
@@ -232,17 +228,12 @@ def settle_steps(plan: Plan) -> Plan:
         most = max(request.existing.train.steps, compute_useful_steps(config, plan.text_size))
         config = config.with_train(steps=int(min(config.train.steps, most)))
     if config.base.run is not None and "warmup_steps" not in request.stated.train.model_fields_set:
-        config = config.with_train(warmup_steps=choose_warmup_from_base(config, request.existing))
+        few = min(MAX_WARMUP_FROM_BASE, max(2, config.train.steps // 4))
+        warmup_steps = max(few, config.train.warmup_steps)
+        if request.existing is not None:  # which keeps its choice
+            warmup_steps = request.existing.train.warmup_steps
+        config = config.with_train(warmup_steps=min(config.train.steps, warmup_steps))
     return replace(plan, config=config)
-
-
-def choose_warmup_from_base(config: Config, existing: Config | None) -> int:
-    """Choose for how many steps fine-tuning warms up; a run that is resumed keeps its choice."""
-    train = config.train
-    if existing is not None:
-        return min(existing.train.warmup_steps, train.steps)
-    few = min(MAX_WARMUP_FROM_BASE, max(2, train.steps // 4))
-    return min(train.steps, max(few, train.warmup_steps))
 
 
 def settle_recipe(plan: Plan) -> Plan:

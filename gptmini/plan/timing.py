@@ -123,21 +123,19 @@ class Machine:
         tokens = torch.zeros(train.batch_size, probe.seq_len, dtype=torch.long, device=device)
         optimizer = Optimizer(model, train, self.compute.dtype)
 
-        def make_pass(compute: Compute) -> float:
+        growth = count_step_flops(config)[0] / count_step_flops(probe)[0]
+
+        def make_step(compute: Compute) -> float:
             started = time.perf_counter()
             with compute.autocast():
                 loss = model(tokens, tokens)
             loss.backward()
             compute.synchronize()
-            return time.perf_counter() - started
-
-        def make_update(compute: Compute) -> float:
-            started = time.perf_counter()
+            passed = time.perf_counter()
             optimizer.step(train.lr)
             compute.synchronize()
-            return time.perf_counter() - started
+            return growth * (passed - started) + time.perf_counter() - passed
 
-        growth = count_step_flops(config)[0] / count_step_flops(probe)[0]
         started = time.perf_counter()
         seconds: list[list[float]] = [[] for _ in computes]
         for turn in range(3):
@@ -145,7 +143,7 @@ class Machine:
                 break
             for way, compute in enumerate(computes if turn else computes[-1:]):
                 with compute.enter_training():
-                    step = growth * make_pass(compute) + make_update(compute)
+                    step = make_step(compute)
                 if turn:
                     seconds[way].append(step)
         return [statistics.mean(steps) for steps in seconds]

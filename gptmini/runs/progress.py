@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gptmini.config.settings import Config
 from gptmini.console import quote
 
 
@@ -19,7 +20,8 @@ class Progress:
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
     `own_model` says that it was trained with a custom model, which no configuration describes,
     `own_logits` are a few of those that it began with, and `own_optimizer` names the class of a
-    custom optimizer.
+    custom optimizer; `saw_held_out` says that its base may have been trained on text that is now
+    held out.
     """
 
     corpus: str
@@ -40,18 +42,27 @@ class Progress:
     own_model: bool = False
     own_logits: list[float] = field(default_factory=list)
     own_optimizer: str = ""
+    saw_held_out: bool = False
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
 
 
-def describe_changed_text(paths: list[str], run: Path, remedy: str | None = None) -> str:
-    """Return the message for a run whose text or tokenizer has changed; by default, of train."""
-    if remedy is None:
-        texts = " ".join(f"--data {quote(path)}" for path in paths)
-        remedy = f"to learn it from this model: gptmini train --from {quote(run)} {texts}"
+def describe_changed_text(paths: list[str], run: Path, remedy: str) -> str:
+    """Return the message for a run whose text or tokenizer has changed."""
     return f"{', '.join(paths)}: the text has changed since {run} began; {remedy}"
+
+
+def describe_edited_text(stated: Config, run: Path) -> str:
+    """Return that message with the command that learns the text for as long as was `stated`."""
+    paths = stated.data.path
+    words = ["--from", run, *(word for path in paths for word in ("--data", path))]
+    length = "steps" if stated.train.minutes is None else "minutes"
+    if length in stated.train.model_fields_set:
+        words += [f"--{length}", f"{getattr(stated.train, length):.12g}"]
+    command = " ".join(["gptmini train", *map(quote, words)])
+    return describe_changed_text(paths, run, f"to learn it from this model: {command}")
 
 
 def describe_own_model(run: Path, remedy: str) -> str:

@@ -33,20 +33,14 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     pattern = regex.compile(WORD_PATTERN)
     for text in texts:
         word_counts.update(pattern.findall(text))
-    _split_long_words(word_counts)
+    for word in [word for word in word_counts if len(word) > MAX_WORD_CHARACTERS]:
+        count = word_counts.pop(word)  # its parts count instead
+        for start in range(0, len(word), MAX_WORD_CHARACTERS):
+            word_counts[word[start : start + MAX_WORD_CHARACTERS]] += count
     tokens = [bytes([byte]) for byte in range(256)]
     for left, right in _learn_merges(word_counts, vocab_size - 256):
         tokens.append(tokens[left] + tokens[right])
     return {token: rank for rank, token in enumerate(tokens)}
-
-
-def _split_long_words(word_counts: Counter[str]) -> None:
-    """Count the parts of long words instead of these words."""
-    long_words = [word for word in word_counts if len(word) > MAX_WORD_CHARACTERS]
-    for word in long_words:
-        count = word_counts.pop(word)
-        for start in range(0, len(word), MAX_WORD_CHARACTERS):
-            word_counts[word[start : start + MAX_WORD_CHARACTERS]] += count
 
 
 def _learn_merges(word_counts: Counter[str], max_merges: int) -> list[Pair]:

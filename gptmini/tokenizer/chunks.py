@@ -61,15 +61,11 @@ def find_boundary(text: str, limit: int, reach: int = 4096) -> int:
     if space > 0:
         return space
     for place in range(limit - 1, lowest - 1, -1):
-        if text[place - 1].isalpha() and not _may_continue_word(text[place]):
+        continues_word = unicodedata.category(text[place])[0] in "LNM" or text[place] in "'\u2019"
+        if text[place - 1].isalpha() and not continues_word:
             return place
     after_line_end = text.rfind("\n", lowest - 1, limit) + 1
     return after_line_end or limit
-
-
-def _may_continue_word(character: str) -> bool:
-    """Check whether a word of some pattern may go on with a character, as in "don't"."""
-    return unicodedata.category(character)[0] in "LNM" or character in "'\u2019"
 
 
 def count_utf8_bytes(text: str) -> int:

@@ -143,7 +143,10 @@ def iter_validation_batches(
         for length, same_length in groupby(windows, lambda window: window[1] - window[0]):
             while batch := list(islice(same_length, batch_size)):
                 rows = [text.read_marked(start, length + 1) for start, _, _ in batch]
-                yield _mask_repeated_targets(rows, [new for _, _, new in batch])
+                inputs, targets = stack_inputs_and_targets(rows)
+                # Only the last few targets of a row are new.
+                first_new = length - torch.tensor([[new] for _, _, new in batch])  # (B, 1)
+                yield inputs, targets.where(torch.arange(length) >= first_new, IGNORE_INDEX)
 
 
 def _iter_windows(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -165,14 +168,6 @@ def _spread_evenly(
     for number, window in enumerate(windows):
         if number * n_kept % n_windows < n_kept:
             yield window
-
-
-def _mask_repeated_targets(rows: list[np.ndarray], new_counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Make inputs and targets (B, T) of rows, in which only the last few targets count."""
-    inputs, targets = stack_inputs_and_targets(rows)
-    first_new = targets.shape[1] - torch.tensor(new_counts)[:, None]  # (B, 1)
-    is_new = torch.arange(targets.shape[1]) >= first_new  # (B, T)
-    return inputs, targets.where(is_new, IGNORE_INDEX)
 
 
 def stack_inputs_and_targets(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:

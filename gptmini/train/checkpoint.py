@@ -9,13 +9,14 @@ a checkpoint is the same whatever number of ranks wrote it.
 
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.generate.own_model import check_same_start
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
+from gptmini.runs.progress import Progress, describe_edited_text, describe_own_model
 from gptmini.runs.tensors import check_weights, find_infinite
 from gptmini.train.state import Training
 
@@ -83,6 +84,19 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
         raise ConfigError(describe_own_model(base.path, remedy))
     _load_weights(training, checkpoint, base.checkpoints)
     training.progress.source = checkpoint.state.get("source", "")
+    saw = training.group.on_rank_zero(_may_have_seen_held_out, base, checkpoint.state, training)
+    training.progress.saw_held_out = saw
+
+
+def _may_have_seen_held_out(base: RunDirectory, state: dict[str, Any], training: Training) -> bool:
+    """Return whether a base may have been trained on text that this run holds out."""
+    if state["corpus"] == training.corpus.content:  # the same part is held out
+        return bool(state.get("saw_held_out"))
+    from gptmini.data.corpus import has_same_text  # noqa: PLC0415 - the loop reads no texts
+
+    data = training.config.data
+    held_out = data.validation_path or data.path
+    return has_same_text(base.load_config().data, state["corpus"], held_out)
 
 
 def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> None:
@@ -134,7 +148,8 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
-    state = {"own_logits": []} | checkpoint.state  # older runs have none
+    older: dict[str, Any] = {"own_logits": [], "saw_held_out": False}  # runs lack these
+    state = older | checkpoint.state
     try:
         saved = Progress(**{each.name: state[each.name] for each in fields(Progress)})
     except KeyError as missing:
@@ -159,7 +174,7 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
         )
     saved.own_optimizer = training.progress.own_optimizer
     if saved.corpus != training.progress.corpus:
-        raise DataError(describe_changed_text(training.config.data.path, run.path))
+        raise DataError(describe_edited_text(training.plan.request.stated, run.path))
     return saved
 
 

@@ -2,7 +2,6 @@
 
 import lzma
 import math
-import os
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,12 +12,11 @@ import numpy as np
 import torch
 
 from gptmini.console import iter_with_progress, warn
-from gptmini.data.corpus import prepare_corpus, prepare_text
+from gptmini.data.corpus import has_same_text, prepare_corpus, prepare_text
 from gptmini.data.formats import STORIES
 from gptmini.data.hub import list_some
-from gptmini.data.text import find_text
 from gptmini.data.token_file import Corpus, TokenFile
-from gptmini.errors import CheckpointError, DataError, GptminiError
+from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, keep_freed_memory, pick_device
 from gptmini.runs.directory import RunDirectory
@@ -62,14 +60,9 @@ def load_text(run: Run, data: list[str]) -> list[TokenFile]:
     """Return all of the text in `data` as a run's tokens; warn if the run was trained on it."""
     settings = run.config.data.model_copy(update={"path": data})
     tokens = prepare_text(settings, run.tokenizer)
-    with suppress(GptminiError):  # its own text may be gone
-        own, given = (
-            {os.path.realpath(file.path) for file in find_text(paths, settings).files}
-            for paths in (run.config.data.path, data)
-        )
-        if own & given:
-            names = list_some(data)
-            warn(f"{names}: {run.path} was trained on it, so this flatters; leave out --data")
+    if has_same_text(run.config.data, run.corpus, data):
+        remedy = "leave out --data, or give a text that it has not read"
+        warn(f"{list_some(data)}: {run.path} was trained on it, so this flatters; {remedy}")
     return [tokens]
 
 
@@ -86,7 +79,7 @@ def load_corpus(run: Run, split: Split = "validation") -> Corpus:
     # The run's own tokenizer cuts the text, however the run came by it.
     corpus = prepare_corpus(run.config, split == "test", run.tokenizer)
     if corpus.content != run.corpus:
-        remedy = "restore the old one, or give another with --data"
+        remedy = "restore it, or give a text that it has not read with --data"
         raise DataError(describe_changed_text(run.config.data.path, run.path, remedy))
     return corpus
 
@@ -169,6 +162,9 @@ def evaluate_held_out(
 
     They are kept if windows lie side by side and all of them are of the weights as trained.
     """
+    if run.state.get("saw_held_out"):
+        known = "its base may have been trained on some of this text, so this flatters"
+        warn(f"{run.path}: {known}; give a text that neither has read with --data")
     texts = get_held_out(corpus, split)
     evaluation = evaluate_run(run, texts, batch_size, stride)
     if STORIES in run.config.data.path:

@@ -2,6 +2,7 @@
 
 from gptmini.config.settings import Config
 from gptmini.console import format_bytes, format_count, format_duration, say, warn
+from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.recipe import TextSize, compute_useful_steps, count_epochs, is_text_small
 from gptmini.train.state import Training
@@ -20,7 +21,12 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     say(f"  folder    {training.run.path}; Ctrl-C stops, the same command resumes")
     read = training.config.train.eval_tokens
     part = f"{read:,} tokens of " if read and read < training.corpus.held_out else ""
-    say(f"  val       a test on {part}the held-out text, which the model never trains on")
+    say(f"  val       a test on {part}the held-out text, which this run never trains on")
+    if training.progress.saw_held_out:
+        warn(
+            f"{training.config.base.run}: may have been trained on some of what is held out now, "
+            f"so val flatters; to hold out new text, add --set data.validation_path=FILE"
+        )
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
@@ -99,15 +105,26 @@ def _describe_time(training: Training) -> str:
     train = training.config.train
     machine = training.plan.machine
     length = format_count(train.steps, "step")
-    if training.steps_follow_minutes and train.minutes is not None:
-        length = (
-            f"up to {format_count(train.minutes, 'minute')}: about {length}, adjusted on the way"
-        )
+    is_text_short = has_too_short_text(training)
+    if train.minutes is not None and training.steps_follow_minutes and not is_text_short:
+        length = f"about {format_count(train.minutes, 'minute')}"
     elif machine.slowness is not None:
         seconds = train.steps * machine.estimate_seconds_per_step(training.config)
         length = f"about {format_duration(max(1, seconds))}: {length}"
     epochs = count_epochs(training.config, training.plan.text_size)
     line = f"  time      {length}, reading the text {epochs:.1f} times"
+    if is_text_short:
+        line += "; more often would make the model worse"
     if training.step:
         line += f"; resuming after step {training.step:,}"
+    existing = training.plan.request.existing
+    if existing is not None and existing.train.steps < train.steps:
+        has_cooled = get_cooldown_steps(existing.train) > existing.train.steps - training.step
+        line += "; the learning rate rises again, and so may val at first" if has_cooled else ""
     return line
+
+
+def has_too_short_text(training: Training) -> bool:
+    """Return whether the minutes would allow more steps than help with so short a text."""
+    useful = compute_useful_steps(training.config, training.plan.text_size)
+    return training.steps_follow_minutes and training.config.train.steps + 1 > useful

@@ -8,6 +8,7 @@ from tqdm import tqdm
 from gptmini.console import format_duration, is_interactive, say, say_excerpt
 
 MIN_TIMED_STEPS = 3  # before the time left is estimated: the first is slow
+SECONDS_BETWEEN_LINES = 10  # elsewhere than on a terminal
 
 
 class TrainingProgressBar:
@@ -21,6 +22,7 @@ class TrainingProgressBar:
         self._steps = steps
         self._first_step = step  # of this command
         self._started = time.perf_counter()
+        self._next_line = self._started
         self._loss = ""
         self._rates = ""  # learning rate and speed, as last logged
         self._meaning = ", lower is better"  # of bits per byte, said once
@@ -52,8 +54,11 @@ class TrainingProgressBar:
             speed = f"{metrics['tokens_per_second']:,.0f} tok/s"
             self._rates = f"  lr {metrics['lr']:.1e}  {speed}"
             self._bar.set_description_str(self._format_line())
-            if not self._on_terminal:
+            now = time.perf_counter()
+            is_due = now >= self._next_line or self._step >= self._steps
+            if is_due and not self._on_terminal:
                 say(self._format_line())
+                self._next_line = now + SECONDS_BETWEEN_LINES
         if "val_loss" in metrics:
             bits = f"{metrics['val_bpb']:.3f} bits per byte{self._meaning}"
             say(f"{self._format_position()}  val {metrics['val_loss']:.4f}  {bits}")

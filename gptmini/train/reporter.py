@@ -12,9 +12,8 @@ from typing import Any
 from gptmini import machine
 from gptmini.console import say
 from gptmini.errors import DivergedError
-from gptmini.plan.recipe import compute_useful_steps
 from gptmini.runs.log import RunLog
-from gptmini.train.header import say_header_lines
+from gptmini.train.header import has_too_short_text, say_header_lines
 from gptmini.train.progress_bar import TrainingProgressBar
 from gptmini.train.sample import generate_sample
 from gptmini.train.state import Training
@@ -52,7 +51,11 @@ class Reporter:
                 training.own.on_step(training.step, step)
         line: Metrics = {}
         if step and training.is_log_due:
-            line |= step | {"tokens_per_second": self._measure_speed()}
+            last_step, last_seconds = self._last_logged
+            self._last_logged = (training.step, training.progress.seconds)
+            tokens = (training.step - last_step) * training.tokens_per_step
+            speed = round(tokens / (training.progress.seconds - last_seconds), 1)
+            line |= step | {"tokens_per_second": speed}
         if evaluation:
             # A sharded model needs every rank for a forward pass.
             samples_here = self._log is not None or training.group.is_sharded
@@ -70,21 +73,14 @@ class Reporter:
             self._log.sync()
 
     def __exit__(self, error_type: object, *_: object) -> None:
-        """End with the training, and say why if it has made fewer steps than planned."""
+        """End with the training; say why if early, and what to try if it has brought nothing."""
         self._bar.close()
         if self._log is not None:
             self._log.close()
         training = self._training
-        if error_type is None and training.step < training.config.train.steps:
+        is_short = training.step < training.config.train.steps
+        if error_type is None and (is_short or not training.is_better_than_base):
             say(f"ended at step {training.step}: {describe_how_to_continue(training)}")
-
-    def _measure_speed(self) -> float:
-        """Measure the tokens per second of the updates since the last call."""
-        step, seconds = self._last_logged
-        now = (self._training.step, self._training.progress.seconds)
-        self._last_logged = now
-        tokens = (now[0] - step) * self._training.tokens_per_step
-        return round(tokens / (now[1] - seconds), 1)
 
 
 # -- why it ends -----------------------------------------------------------------------------------
@@ -100,9 +96,14 @@ def describe_how_to_continue(training: Training) -> str:
     """Return how to train a run on that is finished or has stopped improving."""
     settings = training.config.train
     best = training.progress.best
+    if not training.is_better_than_base:
+        return (
+            f"fine-tuning did not help: no evaluation was better than {training.config.base.run}, "
+            f"whose weights this run has; use more text, lower {_name_rates(training)} with "
+            f"another --out, or train a new model without --from"
+        )
     if training.step >= settings.steps or best is None:
-        useful = compute_useful_steps(training.config, training.plan.text_size)
-        if training.steps_follow_minutes and settings.steps + 1 > useful:
+        if has_too_short_text(training):
             return "more epochs of so short a text would make the model worse"
         option = "--minutes" if training.steps_follow_minutes else "--steps"
         return f"pass a larger {option} to train longer"
@@ -115,10 +116,17 @@ def describe_how_to_continue(training: Training) -> str:
 def describe_stopped(training: Training, signal_number: int) -> str:
     """Return the message for a run that a signal has ended."""
     name = "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
-    return (
-        f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
-        f"the same command to resume"
-    )
+    saved = f"{training.run.path}: stopped by {name} after step {training.step}, saved"
+    if not training.is_better_than_base:
+        base = training.config.base.run
+        saved += f"; no evaluation was better than {base} yet, so this run has its weights"
+    return f"{saved}; run the same command to resume"
+
+
+def _name_rates(training: Training) -> str:
+    """Name the settings that hold the learning rates."""
+    has_muon = training.config.train.optimizer == "muon" and training.own.optimizer is None
+    return "train.muon_lr and train.lr" if has_muon else "train.lr"
 
 
 @contextmanager
@@ -127,9 +135,7 @@ def explain_divergence(training: Training) -> Iterator[None]:
     try:
         yield
     except DivergedError as error:
-        has_muon = training.config.train.optimizer == "muon" and training.own.optimizer is None
-        rates = "train.muon_lr and train.lr" if has_muon else "train.lr"
         raise DivergedError(
             f"{training.run.path}: {error} after step {training.step}; nothing of it was saved; "
-            f"lower {rates}, and choose another --out"
+            f"lower {_name_rates(training)}, and choose another --out"
         ) from None

@@ -122,6 +122,11 @@ class Training:
         return self.step >= since + settings.patience * settings.eval_every
 
     @property
+    def is_better_than_base(self) -> bool:
+        """Whether an evaluation after step 0 was the best; without a base there is none before."""
+        return self.progress.best is None or self.progress.best["step"] > 0
+
+    @property
     def steps_follow_minutes(self) -> bool:
         """Whether the number of steps follows `train.minutes`, since none was requested."""
         return self.plan.request.steps_follow_minutes

@@ -1,6 +1,7 @@
 """`gptmini evaluate`: its figures, its options, its refusals."""
 
 import json
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,7 +110,9 @@ def test_a_text_that_the_run_was_trained_on_is_not_measured_without_a_warning(tr
     Path("book").mkdir()
     Path("book/a.txt").symlink_to(Path("text.txt").resolve())
     Path("other.txt").write_text("ab")
-    for text, is_own in (("./text.txt", True), ("book", True), ("other.txt", False)):
+    shutil.copy("text.txt", "copy.txt")
+    texts = {"./text.txt": True, "book": True, "copy.txt": True, "other.txt": False}
+    for text, is_own in texts.items():
         code, _, err = trained("evaluate", "--data", text)
         warning = f"warning: {text}: runs/a was trained on it, so this flatters; leave out --data"
         assert (code, warning in err) == (0, is_own), err
@@ -120,7 +123,10 @@ def test_evaluate_refuses_long_strides_other_text_and_missing_runs(trained, text
     assert (code, "--stride 17: longer than the window of 16 tokens" in err) == (2, True)
     text_file.write_text("something else altogether, " * 40)
     code, _, err = trained("evaluate")
-    assert (code, "the text has changed since runs/a began; restore" in err) == (3, True)
+    said = (
+        "the text has changed since runs/a began; restore it, or give a text that it has not read"
+    )
+    assert (code, said in err) == (3, True)
     text_file.unlink()
     code, _, err = trained("evaluate")
     assert (code, "text.txt" in err) == (3, True)

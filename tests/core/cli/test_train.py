@@ -5,14 +5,21 @@ import json
 import os
 import re
 import shlex
+import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from gptmini import load
 from gptmini.cli import app
 from gptmini.cli.options import choose_out
+from gptmini.config.load import validate
+from gptmini.config.settings import Config
 from gptmini.errors import ConfigError
+from gptmini.runs.progress import describe_edited_text
 from gptmini.train import loop
 from gptmini.train.api import fit
 from tests.support import SMALL, WORDS
@@ -83,6 +90,18 @@ def test_a_text_may_stand_in_the_place_of_a_configuration(gptmini, text_file: Pa
 )
 def test_a_run_has_a_name_that_no_shell_needs_quoted(text, name):
     assert choose_out(None, text) == Path("runs", name)
+
+
+def test_a_text_that_is_edited_again_and_again_gets_runs_with_numbers():
+    names = [
+        ("my.txt", "my", "my-2"),
+        ("my.txt", "my-9", "my-10"),
+        ("my.txt", "my-from-gpt2", "my-2"),
+        ("my-2.txt", "my-2", "my-2-2"),
+        ("other.txt", "my-2", "other-from-my-2"),
+    ]
+    for text, base, name in names:
+        assert choose_out(None, text, base=Path("runs", base)) == Path("runs", name)
 
 
 def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
@@ -225,16 +244,86 @@ def test_a_text_that_was_edited_is_learnt_by_the_command_in_the_message(gptmini)
         code, _, err = gptmini("train", "My Draft.txt", *SMALL)
     assert (code, "My Draft.txt: the text has changed since runs/my-draft began; " in err) == (3, 1)
     _, *words = shlex.split(err.partition("to learn it from this model: ")[2])
-    assert words == ["train", "--from", "runs/my-draft", "--data", "My Draft.txt"]
-    assert gptmini(*words, "--steps", "2")[0] == 0
-    assert gptmini("evaluate", "runs/my-draft-from-my-draft")[0] == 0
+    assert words == ["train", "--from", "runs/my-draft", "--data", "My Draft.txt", "--steps", "4"]
+    code, _, err = gptmini(*words)
+    assert (code, "warning: runs/my-draft: may have been trained on some of what" in err) == (0, 1)
+    code, _, err = gptmini("evaluate", "runs/my-draft-2")
+    assert (code, "warning: runs/my-draft-2: its base may have been trained on" in err) == (0, 1)
+    assert "its base may know the held-out text" in gptmini("runs")[1]
+
+
+def test_a_text_that_was_edited_is_learnt_for_as_many_minutes():
+    stated = validate({"data": {"path": ["a b", "c"]}, "train": {"minutes": 2.5}}, {})
+    said = describe_edited_text(stated, Path("runs/a"))
+    assert said.endswith(": gptmini train --from runs/a --data 'a b' --data c --minutes 2.5")
+    assert describe_edited_text(Config(), Path("a")).endswith("--from a --data builtin:stories")
+
+
+def test_a_base_is_suspected_only_of_text_that_it_may_have_seen(gptmini, text_file: Path):
+    """The held-out part of a text is the same for a base and its fine-tuning, if nothing changed.
+
+    It is another if the text was edited or its shares are others, whatever its name.
+    """
+    assert gptmini("train", "text.txt", *SMALL)[0] == 0
+    shutil.copy("text.txt", "copy.txt")
+    Path("new.txt").write_text(f"Something else. {WORDS * 40}")
+    shares = ["--set", "data.validation=0.3"]
+    new_part = ["--set", "data.validation_path=new.txt"]
+    for number, (words, is_suspected) in enumerate(
+        [
+            (["text.txt"], False),
+            (["copy.txt"], False),
+            (["new.txt"], False),
+            (["text.txt", *shares], True),
+            (["copy.txt", *shares], True),
+            (["text.txt", *new_part], False),
+            (["new.txt", "--set", "data.validation_path=text.txt"], True),
+        ]
+    ):
+        out = ["--steps", "1", "--out", f"tuned-{number}"]
+        code, _, err = gptmini("train", "--from", "runs/text", "--data", *words, *out)
+        assert (code, "may have been trained on some of what" in err) == (0, is_suspected), words
+    code, _, err = gptmini("train", "--from", "tuned-3", "--data", "text.txt", *shares, "--steps=1")
+    assert (code, "may have been trained on some of what" in err) == (0, True)  # as its base was
 
 
 def test_fine_tuning_that_only_harms_says_that_the_base_is_the_best(gptmini, text_file: Path):
     assert gptmini("train", "text.txt", *SMALL)[0] == 0
     harm = ["--set", "train.lr=5.0", "--set", "train.muon_lr=5.0", "--steps", "4"]
-    code, _, err = gptmini("train", "--from", "runs/text", "--data", "text.txt", *harm)
-    assert (code, "writes (no step was better than the base):\n" in err) == (0, True), err
+    words = ["train", "--from", "runs/text", "--data", "text.txt", *harm]
+    code, out, err = gptmini(*words)
+    assert (code, out, err.count("fine-tuning did not help")) == (0, "", 1)
+    last = err.splitlines()[-1]
+    assert last.startswith("ended at step 4: fine-tuning did not help: no evaluation was better ")
+    assert "than runs/text, whose weights this run has; use more text, lower train.muon_lr" in last
+    assert "already finished at step 4; fine-tuning did not help" in gptmini(*words)[2]
+    tuned, base = (load(f"runs/{name}").model.state_dict() for name in ("text-2", "text"))
+    assert all(torch.equal(tuned[name], tensor) for name, tensor in base.items())
+
+
+def test_fine_tuning_that_is_stopped_says_if_it_has_brought_nothing_yet(
+    gptmini, text_file: Path, monkeypatch
+):
+    assert gptmini("train", "text.txt", *SMALL)[0] == 0
+    update = loop.train_step
+
+    def interrupt(training: loop.Training) -> dict[str, object]:
+        signal.raise_signal(signal.SIGINT)
+        return update(training)
+
+    monkeypatch.setattr(loop, "train_step", interrupt)
+    few = ["--steps", "40", "--set", "train.eval_every=20"]
+    code, _, err = gptmini("train", "--from", "runs/text", "--data", "text.txt", *few)
+    said = "saved; no evaluation was better than runs/text yet, so this run has its weights; run "
+    assert (code, said in err) == (130, True), err
+
+
+def test_a_run_that_is_extended_says_that_the_rate_rises_again(gptmini, text_file: Path):
+    words = ["train", "text.txt", *SMALL]
+    assert "rises again" not in gptmini(*words)[2]
+    code, _, err = gptmini(*words, "--steps", "8", "--set", "train.warmup_steps=1")
+    risen = "; resuming after step 4; the learning rate rises again, and so may val at first\n"
+    assert (code, risen in err) == (0, True), err
 
 
 def test_a_missing_tracker_is_named_before_the_text_is_prepared(

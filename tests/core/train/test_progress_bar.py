@@ -39,6 +39,16 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
     ]
 
 
+def test_a_log_file_gets_a_line_every_ten_seconds_at_most(clock, capsys):
+    progress = TrainingProgressBar(0, 100)
+    for _ in range(100):
+        clock.now += 0.75
+        progress.advance(1.81524, 100)
+        progress.show(TRAINED)
+    steps = [int(line[5:8]) for line in capsys.readouterr().err.splitlines()]
+    assert steps == [1, 15, 29, 43, 57, 71, 85, 99, 100]  # 14 steps take 10.5 seconds
+
+
 def test_the_time_left_follows_the_plan(clock, capsys):
     progress = TrainingProgressBar(0, 10)
     for steps in (10, 10, 93):
