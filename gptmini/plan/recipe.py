@@ -5,6 +5,7 @@ text and reads it often.
 """
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -155,8 +156,9 @@ def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Confi
     """Choose what stands before a text without a prompt: the end-of-text token, if it was learned.
 
     A model of a single document has hardly ever read that token, and continues it with garbage. It
-    knows what begins after a line break; a text without those has a character that is common, and
-    that the tokenizer does not drop.
+    knows what begins after line breaks, as many as the text mostly has: where blank lines separate
+    all paragraphs, the token of a single break is never trained. A text without those has a
+    character that is common, and that the tokenizer does not drop.
     """
     if "start" in config.sample.model_fields_set:
         return config
@@ -164,7 +166,7 @@ def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Confi
     document_tokens_read = count_epochs(config, text) * corpus.inner_document_count
     if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
         excerpt = corpus.read_excerpt()
-        common = [each for each, _ in Counter(excerpt).most_common()]
-        starts = ["\n", *common] if "\n" in excerpt else common
-        start = next((each for each in starts if len(corpus.tokenizer.encode(each))), None)
+        breaks = re.findall(r"[\r\n]+", excerpt)
+        common = [each for each, _ in Counter(breaks or excerpt).most_common()]
+        start = next((each for each in common if len(corpus.tokenizer.encode(each))), None)
     return config.fill_open({"sample": {"start": start}})

@@ -134,6 +134,7 @@ def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
     ("documents", "steps", "text", "start"),
     [
         (1, 10_000, "the cat\nsat ", "\n"),  # its only end-of-text token is hardly ever read
+        (1, 10_000, "the cat\n\nsat ", "\n\n"),  # a single line break is never read
         (1, 1000, "a cat in a hat ", " "),
         (1, 1000, "猫猫坐", "猫"),
         (3, 10_000, "the cat\nsat ", None),
