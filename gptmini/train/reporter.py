@@ -128,7 +128,7 @@ def explain_divergence(training: Training) -> Iterator[None]:
         yield
     except DivergedError as error:
         has_muon = training.config.train.optimizer == "muon" and training.own.optimizer is None
-        rates = "train.muon_lr and train.lr" if has_muon else "train.lr"
+        rates = "train.muon_lr and train.lr" if has_muon else "the learning rate"
         raise DivergedError(
             f"{training.run.path}: {error} after step {training.step}; nothing of it was saved; "
             f"lower {rates}, and choose another --out"
