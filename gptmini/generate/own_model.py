@@ -10,10 +10,9 @@ import copy
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
@@ -68,22 +67,17 @@ def measure_start(build: BuildModel, config: ModelConfig) -> list[float]:
         raise ConfigError("model: returned the same weights twice; make new ones in each call")
     tokens = torch.arange(min(config.context_length, START_TOKENS))  # (T,)
     tokens %= models[0].embed.num_embeddings
-    measured: list[list[float]] = [[], []]
     with suppress(Exception), torch.inference_mode():  # modules of your own may raise anything
-        for model, numbers in zip(models, measured, strict=True):
-            logits = _copy_with_noise(model).cpu()(tokens[None])[0]  # (T, V)
-            numbers.extend(logits[:: max(1, len(tokens) // 16), 0].tolist())
-    return measured[0] if measured[0] == measured[1] else []
+        logits = [_copy_with_noise(model).cpu()(tokens[None])[0] for model in models]  # (T, V) each
+        a, b = (each[:: max(1, len(tokens) // 16), 0].tolist() for each in logits)
+        if a == b:
+            return a
+    return []
 
 
-def check_same_start(
-    run: Path, state: dict[str, Any], build: BuildModel, config: ModelConfig
-) -> None:
-    """Raise ConfigError if a run began with other code, or other first weights, than this."""
-    before = state.get("own_logits")
-    if not before:  # an older run
-        return
-    gaps = [abs(a - b) for a, b in zip(before, measure_start(build, config), strict=False)]
+def check_same_start(run: Path, before: list[float], now: list[float]) -> None:
+    """Raise ConfigError if a run began with other logits than `measure_start` measures now."""
+    gaps = [abs(a - b) for a, b in zip(before, now, strict=False)]  # none where nothing is known
     if gaps and max(gaps) > CLOSE * max(map(abs, before)):
         raise ConfigError(
             f"{run}: the model computes something else than when this run began; restore its code, "
@@ -107,13 +101,14 @@ def check_own_model(model: GPT) -> None:
     Let it generate without a cache, and say so, if it computes something else with one. It asks a
     copy: what a module keeps of a pass in inference mode cannot be trained through.
     """
-    leak = None
-    with suppress(Exception):
+    leak = ""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with suppress(Exception), torch.random.fork_rng(devices):
         leak = _find_leak(model)
-    if leak is not None:
+    if leak:
         raise ConfigError(
-            f"model: position {leak} depends on later tokens, so its loss would mean nothing; hide "
-            f"them in `mask` (docs/own-attention.md)"
+            f"model: {leak} depends on later tokens, so its loss would mean nothing; hide them in "
+            f"`mask` (docs/own-attention.md)"
         )
     asked = copy.deepcopy(model).eval()
     reached = [""]
@@ -137,21 +132,27 @@ def check_own_model(model: GPT) -> None:
 
 
 @torch.inference_mode()
-def _find_leak(model: GPT) -> int | None:
-    """Return the first position whose logits change with later tokens, and not without; or None."""
+def _find_leak(model: GPT) -> str:
+    """Name the first position whose logits change with later tokens, and not without; or ""."""
     asked = _copy_with_noise(model)
     V = model.embed.num_embeddings
-    for length in (CHECKED_TOKENS, START_TOKENS):
+
+    def ask(tokens: Tensor) -> Tensor:
+        torch.manual_seed(0)  # for dropout, which is the same in each pass
+        return asked(tokens[None])[0]  # (T, V)
+
+    passes = (("", CHECKED_TOKENS), ("", START_TOKENS), ("in training, ", CHECKED_TOKENS))
+    for mode, length in passes:
+        asked.train(bool(mode))
         T = min(model.config.context_length, length)
         tokens = torch.arange(T, device=model.device) % V  # (T,)
-        logits = asked(tokens[None])[0]  # (T, V)
+        logits = ask(tokens)  # (T, V)
         cuts = range(1, T) if T <= CHECKED_TOKENS else (T // 3, T // 2 + 1, T - 1)
         for n in (T, *cuts):
             changed = torch.cat([tokens[:n], (tokens[n:] + 1) % V])  # (T,)
-            difference = asked(changed[None])[0, :n] - logits[:n]  # (n, V)
-            if difference.abs().max() > CLOSE * logits.abs().max():
-                return None if n == T else n - 1
-    return None
+            if (ask(changed) - logits)[:n].abs().max() > CLOSE * logits.abs().max():  # of (n, V)
+                return "" if n == T else f"{mode}position {n - 1}"
+    return ""
 
 
 @torch.inference_mode()

@@ -34,6 +34,7 @@ from gptmini.generate.own_model import (
     check_own_model,
     check_same_start,
     find_own_module,
+    measure_start,
 )
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.sequence import Sequence, ban_end_tokens, build_token_bias, encode_start
@@ -542,7 +543,9 @@ def load_run(
     if model is not None:
         check_own_model(net)
         try:  # these weights under another mask may be a question of yours
-            check_same_start(directory.path, checkpoint.state, model, config.model)
+            before = checkpoint.state.get("own_logits", [])
+            now = before and measure_start(model, config.model)
+            check_same_start(directory.path, before, now)
         except ConfigError as error:
             warn(f"{error}")
     precision.round_weights(net, weights if rounds_model else "float32")

@@ -54,13 +54,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
     Orthogonal rows are equally long, but the more numerous columns are not. In an MLP those are the
     inner neurons, some of which would learn much faster than others. NorMuon (Li et al. 2025) evens
-    them out by a running mean of their squares, after the iteration. Here their lengths in this
-    step are evened out, before and after. Bits per byte after 400 steps (manual pages, 3 layers of
-    width 128):
-
-    | neither | running mean, after | lengths, after | before | before and after |
-    |---------|---------------------|----------------|--------|------------------|
-    | 1.348   | 1.330               | 1.328          | 1.322  | 1.316            |
+    them out by a running mean of their squares, after the iteration. To even out their lengths in
+    this step, before and after, learns more from as much text (scripts/LOG.md: What learns more
+    from each token in a quarter of an epoch?).
     """
     return _equalize_columns(iterate_newton_schulz(_equalize_columns(matrices)))
 
@@ -146,8 +142,7 @@ class Muon(torch.optim.Optimizer):
         # Nesterov looks one step ahead: the mean counts the current gradient a second time.
         torch._foreach_lerp_(gradients, means, momentum)
         # R <= C makes the iteration's Gram matrix, (R, R), the smaller one. Columns of square
-        # matrices then are outputs, which are better made equally long than inputs (1.322
-        # bits per byte, not 1.330).
+        # matrices then are outputs, which are better made equally long than inputs.
         return [each.T if each.shape[0] >= each.shape[1] else each for each in gradients]
 
 
@@ -156,16 +151,12 @@ def _add_updates(matrices: list[Tensor], updates: Tensor, lr: float) -> None:
     # An orthogonal matrix keeps the length of its input. Spread over more outputs, that changes
     # each only √(columns/rows) times as much; the scale of tall matrices compensates.
     R, C = updates.shape[1:]
-    wide = []
-    tall = []
-    for matrix, update in zip(matrices, updates, strict=True):
-        if matrix.shape[0] >= matrix.shape[1]:
-            tall.append((matrix, update.T))
-        else:
-            wide.append((matrix, update))
-    for pairs, scale in ((wide, 1.0), (tall, (C / R) ** 0.5)):
-        if pairs:
-            chosen, chosen_updates = zip(*pairs, strict=True)
+    pairs = list(zip(matrices, updates, strict=True))
+    wide = [(matrix, update) for matrix, update in pairs if matrix.shape[0] < matrix.shape[1]]
+    tall = [(matrix, update.T) for matrix, update in pairs if matrix.shape[0] >= matrix.shape[1]]
+    for some, scale in ((wide, 1.0), (tall, (C / R) ** 0.5)):
+        if some:
+            chosen, chosen_updates = zip(*some, strict=True)
             torch._foreach_add_(chosen, chosen_updates, alpha=-lr * scale)
 
 
@@ -192,18 +183,14 @@ class Optimizer:
         dtype: torch.dtype = torch.float32,
         orthogonalize: Orthogonalize = orthogonalize,
     ) -> None:
-        self.names: dict[Tensor, str] = {
-            parameter: name for name, parameter in model.named_parameters()
-        }
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self.given_groups: list[dict[str, Any]] = []  # of an optimizer that is wrapped
+        self.given = ""  # its class and settings
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        by_muon: set[Tensor] = set()
-        if config.optimizer == "muon":
-            matrices_of_blocks = linear & set(model.blocks.parameters())
-            # A single row or column has nothing to be orthogonal to.
-            by_muon = {matrix for matrix in matrices_of_blocks if min(matrix.shape) > 1}
+        in_blocks = linear & set(model.blocks.parameters())
+        # A single row or column has nothing to be orthogonal to.
+        by_muon = {p for p in in_blocks if config.optimizer == "muon" and min(p.shape) > 1}
         # Lists in the order of the model: a set has none, and the bits depend on it.
-        embeddings = [model.embed.weight]
         matrices = [p for p in self.names if p in by_muon]
         decayed = [p for p in self.names if p in linear - by_muon]
         others = [p for p in self.names if p not in linear and p is not model.embed.weight]
@@ -211,7 +198,7 @@ class Optimizer:
         embed_ratio = (config.embed_lr or config.lr) / config.lr
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay, "lr_ratio": 1.0},
-            {"params": embeddings, "weight_decay": 0.0, "lr_ratio": embed_ratio},
+            {"params": [model.embed.weight], "weight_decay": 0.0, "lr_ratio": embed_ratio},
             {"params": others, "weight_decay": 0.0, "lr_ratio": 1.0},
         ]
         groups = [group for group in groups if group["params"]]  # AdamW refuses an empty one
@@ -225,18 +212,25 @@ class Optimizer:
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> Optimizer:
-        """Take an optimizer of torch that has the parameters of a model.
+        """Take an optimizer of torch that has parameters of a model.
 
         The rate of its first group becomes that of the schedule, and the others keep their ratio.
         """
         wrapped = cls.__new__(cls)
-        wrapped.names = {parameter: name for name, parameter in model.named_parameters()}
+        wrapped.names = {p: name for name, p in model.named_parameters()}
         wrapped.optimizers = [optimizer]
-        first = optimizer.param_groups[0]["lr"]
-        if not first > 0:
+        settings = [
+            f"{key} {value}"
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if isinstance(value, bool | int | float | str | tuple) and value
+        ]
+        wrapped.given = f"{type(optimizer).__name__} ({', '.join(settings)})"
+        rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
+        if not rates[0] > 0:
             raise ConfigError("optimizer: the learning rate of its first group must be above 0")
-        for group in optimizer.param_groups:
-            group["lr_ratio"] = group["lr"] / first
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group.update(lr=rate, lr_ratio=rate / rates[0])
         wrapped.given_groups = [dict(group) for group in optimizer.param_groups]
         return wrapped
 
@@ -262,9 +256,8 @@ class Optimizer:
         }
         for index, given in enumerate(self.given_groups):
             for key, value in self.optimizers[0].param_groups[index].items():
-                if key not in ("params", "lr") and (
-                    isinstance(value, Tensor) or value != given.get(key)
-                ):
+                is_same = not isinstance(value, Tensor) and value == given.get(key)
+                if key not in ("params", "lr") and not is_same:
                     state[f"groups.{index}/{key}"] = value
         return dict(_to_tensor(*entry) for entry in state.items() if entry[1] is not None)
 
@@ -276,12 +269,8 @@ class Optimizer:
             value = tensor.item() if key.endswith(NUMBER) else tensor
             by_owner.setdefault(owner, {})[key.removesuffix(NUMBER)] = value
         for optimizer in self.optimizers:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            state = {
-                index: by_owner[self.names[parameter]]
-                for index, parameter in enumerate(parameters)
-                if self.names[parameter] in by_owner
-            }
+            names = [self.names[p] for group in optimizer.param_groups for p in group["params"]]
+            state = {i: by_owner[name] for i, name in enumerate(names) if name in by_owner}
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             for parameter, values in optimizer.state.items():
@@ -296,10 +285,9 @@ def _to_tensor(name: str, value: object) -> tuple[str, Tensor]:
     """Return state of an optimizer as a checkpoint holds it."""
     if isinstance(value, Tensor):
         return name, value
-    if isinstance(value, float):
-        return name + NUMBER, torch.tensor(value, dtype=torch.float64)
-    if isinstance(value, int):  # or bool
-        return name + NUMBER, torch.tensor(value)
+    if isinstance(value, float | int):  # or bool
+        dtype = torch.float64 if isinstance(value, float) else None
+        return name + NUMBER, torch.tensor(value, dtype=dtype)
     raise ConfigError(
         f"optimizer: a checkpoint cannot hold its {name}, a {type(value).__name__}; keep tensors "
         f"and numbers"

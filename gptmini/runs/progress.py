@@ -19,9 +19,9 @@ class Progress:
     range of float16 and is 1 for other types; `deterministic` is that of Compute; `source` is what
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
     `own_model` says that it was trained with a custom model, which no configuration describes,
-    `own_logits` are a few of those that it began with, and `own_optimizer` names the class of a
-    custom optimizer; `saw_held_out` says that its base may have been trained on text that is now
-    held out.
+    `own_logits` are a few of those that it began with, and `own_optimizer` is the class of a custom
+    optimizer, and its settings; `saw_held_out` says that its base may have been trained on text
+    that is now held out.
     """
 
     corpus: str

@@ -49,9 +49,9 @@ def fit(
     - `model` builds the GPT of a ModelConfig, such as a subclass of GPT or one with other modules;
     - `loss` computes the loss of the model on tokens and targets (B, T), a scalar: a mean over all
       targets, to which those below 0 add nothing;
-    - `optimizer` makes an optimizer of torch for the model, whose first learning rate is that of
-      the schedule and whose others keep their ratio to it;
-    - `schedule` gives the learning rate of a step, counted from 0;
+    - `optimizer` makes an optimizer of torch for the model, whose learning rates are the peaks;
+    - `schedule` gives the learning rate of a step, counted from 0, for the first group of the
+      optimizer, to which the others keep their ratio;
     - `batches` gives the tokens and targets of a step, int64 (B, T) each; a target below 0 does not
       count. The text of `config` then serves to learn a vocabulary and to validate;
     - `on_step` gets the number of updates made and their metrics: train_loss in nats per token, lr,

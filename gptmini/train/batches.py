@@ -9,6 +9,7 @@ Letters: B batch, T positions (seq_len: the context of the model, unless set).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 import numpy as np
@@ -89,31 +90,32 @@ class Batches:
         return which, offset + window * self.seq_len
 
 
+@dataclass
 class CustomBatches(Batches):
     """Batches that a function makes; `read` gives the tokens and targets (B, T) of a step."""
 
-    def __init__(
-        self,
-        read: Callable[[int], tuple[Tensor, Tensor]],
-        seq_len: int,
-        batch_size: int,
-        rows: Sequence[int],
-    ) -> None:
-        self._read = read
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.rows = rows
-        self._ahead = {}
+    read: Callable[[int], tuple[Tensor, Tensor]]
+    vocab_size: int
+    seq_len: int
+    batch_size: int
+    rows: Sequence[int]
+    _ahead: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = self._read(step)  # (B, T) each
-        expected = (self.batch_size, self.seq_len)
-        for name, tensor in (("tokens", tokens), ("targets", targets)):
-            if tensor.shape != expected:
-                raise ConfigError(
-                    f"batches: {name} of step {step} are {tuple(tensor.shape)}; must be "
-                    f"{expected}, train.batch_size and train.seq_len"
-                )
+        given = self.read(step)
+        found = [
+            (each.dtype, *each.shape) if isinstance(each, Tensor) else type(each)
+            for each in (given if isinstance(given, tuple | list) else [given])
+        ]
+        expected = (torch.int64, self.batch_size, self.seq_len)
+        if found != [expected, expected]:
+            raise ConfigError(
+                f"batches: step {step} gives {found}; must be tokens and targets, {expected} each "
+                f"(train.batch_size, train.seq_len)"
+            )
+        tokens, targets = given  # (B, T) each
+        if tokens.min() < 0 or torch.cat(given).max() >= self.vocab_size:
+            raise ConfigError(f"batches: step {step} has tokens beyond 0 to {self.vocab_size - 1}")
         own_rows = torch.tensor([*self.rows])
         return tokens[own_rows], targets[own_rows]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptmini import machine
-from gptmini.console import show_elapsed
+from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, MachineError
 from gptmini.generate.own_model import build_own_model, check_own_model, measure_start
 from gptmini.generate.sequence import build_token_bias
@@ -105,11 +106,26 @@ def choose_loss(
 
 
 def _build_optimizer(model: GPT, plan: Plan, own: CustomParts, group: Group) -> Optimizer:
-    if own.optimizer is not None:
-        return Optimizer.wrap(own.optimizer(model), model)
-    train = plan.config.train
-    orthogonalize = group.choose_orthogonalize(train.reduce)
-    return Optimizer(model, train, plan.machine.compute.dtype, orthogonalize)
+    """Build the optimizer; freeze the weights that one of your own leaves out."""
+    if own.optimizer is None:
+        train = plan.config.train
+        orthogonalize = group.choose_orthogonalize(train.reduce)
+        return Optimizer(model, train, plan.machine.compute.dtype, orthogonalize)
+    try:
+        optimizer = own.optimizer(model)
+        inspect.signature(optimizer.step).bind()  # without a closure, which LBFGS needs
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = "must be a function that makes an optimizer of torch for a model"
+        raise ConfigError(f"optimizer: {problem} ({error})") from error
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not held <= set(model.parameters()):
+        raise ConfigError("optimizer: holds weights of another model; take those of this one")
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and p not in held]
+    for name in left_out:  # its gradients would add up, and be clipped with the others
+        model.get_parameter(name).requires_grad_(False)
+    if left_out:
+        warn(f"optimizer: does not train {len(left_out)} weights, such as {left_out[0]}")
+    return Optimizer.wrap(optimizer, model)
 
 
 def _open_batches(plan: Plan, own: CustomParts, rows: range) -> Batches:
@@ -117,7 +133,8 @@ def _open_batches(plan: Plan, own: CustomParts, rows: range) -> Batches:
     config = plan.config
     train = config.train
     if own.batches is not None:
-        return CustomBatches(own.batches, config.seq_len, train.batch_size, rows)
+        V = plan.corpus.tokenizer.vocab_size
+        return CustomBatches(own.batches, V, config.seq_len, train.batch_size, rows)
     texts = plan.corpus.training
     weights = config.data.weights
     return Batches(texts, weights, config.seq_len, train.batch_size, train.seed, rows=rows)
@@ -139,5 +156,5 @@ def _start_progress(plan: Plan, own: CustomParts, optimizer: Optimizer) -> Progr
         deterministic=compute.deterministic,
         own_model=own.model is not None,
         own_logits=measure_start(own.model, plan.config.model) if own.model else [],
-        own_optimizer=type(optimizer.optimizers[0]).__name__ if own.optimizer else "",
+        own_optimizer=optimizer.given,
     )

@@ -20,9 +20,9 @@ from gptmini.runs.progress import Progress, describe_edited_text, describe_own_m
 from gptmini.runs.tensors import check_weights, find_infinite
 from gptmini.train.state import Training
 
-# What the last bit of a result depends on: where the run is made, and two settings that may change.
+# What the last bit of a result depends on: what runs it, and two settings that may change.
 # Rows computed together draw their dropout together, and the gradients of such groups are added.
-BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
+ENVIRONMENT = ("torch", "threads", "device", "dtype", "compile", "deterministic", "own_optimizer")
 GROUPING = ("micro_batch_size", "reduce")
 
 
@@ -33,27 +33,15 @@ def create_or_resume(training: Training, existing: Config | None) -> None:
     """
     run = training.run
     config = training.config
-    on_rank_zero = training.group.on_rank_zero
-    on_rank_zero(_check_unchanged, run, existing)
-    if existing is not None:
-        _resume(training, existing)
-        return
-    if config.base.run is not None:
-        _load_base_weights(training, RunDirectory(Path(config.base.run)))
-        save_checkpoint(training)
-    on_rank_zero(run.create, config, training.corpus.tokenizer, training.plan.request.stated)
-
-
-def _check_unchanged(run: RunDirectory, existing: Config | None) -> None:
-    if run.exists != (existing is not None):
-        raise ConfigError(f"{run.path}: changed by another process; run the same command again")
-
-
-def _resume(training: Training, existing: Config) -> None:
-    """Restore the newest checkpoint of a run that is there, if it has any."""
-    config = training.config
-    run = training.run
     group = training.group
+    stated = training.plan.request.stated
+    group.on_rank_zero(_check_unchanged, run, existing)
+    if existing is None:
+        if config.base.run is not None:
+            _load_base_weights(training, RunDirectory(Path(config.base.run)))
+            save_checkpoint(training)
+        group.on_rank_zero(run.create, config, training.corpus.tokenizer, stated)
+        return
     with show_elapsed("loading the newest checkpoint"):
         checkpoint = group.read(run.load_newest)
     if checkpoint is not None:
@@ -65,7 +53,12 @@ def _resume(training: Training, existing: Config) -> None:
             f"from {config.base.run}"
         )
     if training.step < config.train.steps:
-        group.on_rank_zero(run.write_config, config, training.plan.request.stated)
+        group.on_rank_zero(run.write_config, config, stated)
+
+
+def _check_unchanged(run: RunDirectory, existing: Config | None) -> None:
+    if run.exists != (existing is not None):
+        raise ConfigError(f"{run.path}: changed by another process; run the same command again")
 
 
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
@@ -104,12 +97,6 @@ def _load_weights(training: Training, checkpoint: Checkpoint, where: Path) -> No
     group = training.group
     group.on_rank_zero(check_weights, checkpoint.model, training.model, where)
     training.model.load_state_dict(group.scatter(checkpoint.model))
-
-
-def check_space(training: Training) -> None:
-    """Check that a checkpoint fits: the weights and up to two moments of each in the optimizer."""
-    weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
-    training.group.on_rank_zero(training.run.check_space, 3 * weight_bytes)
 
 
 def save_checkpoint(training: Training) -> None:
@@ -165,14 +152,13 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
         raise ConfigError(describe_own_model(run.path, remedy))
     if training.own.model is not None and not saved.own_model:
         raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
-    if training.own.model is not None:
-        check_same_start(run.path, state, training.own.model, training.config.model)
-    if saved.step > 0 and saved.own_optimizer != training.progress.own_optimizer:
+    check_same_start(run.path, saved.own_logits, training.progress.own_logits)
+    before, now = (each.own_optimizer.split(" ")[0] for each in (saved, training.progress))
+    if saved.step > 0 and before != now:
         raise ConfigError(
-            f"{run.path}: was trained with {saved.own_optimizer or 'the optimizer of gptmini'}; "
-            f"pass the same one to gptmini.fit, or choose another out"
+            f"{run.path}: was trained with {before or 'the optimizer of gptmini'}; pass the same "
+            f"one to gptmini.fit, or choose another out"
         )
-    saved.own_optimizer = training.progress.own_optimizer
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_edited_text(training.plan.request.stated, run.path))
     return saved
@@ -185,12 +171,9 @@ def _note_environment(training: Training, existing: Config, saved: Progress) -> 
         saved.loss_scale = now.loss_scale
     before = asdict(saved) | existing.train.model_dump(include=set(GROUPING))
     after = asdict(now) | training.config.train.model_dump(include=set(GROUPING))
-    for name in BITS_DEPEND_ON:
+    for name in ENVIRONMENT:
         setattr(saved, name, after[name])
-    changes = [
-        f"{name} was {before[name]}, is {after[name]}"
-        for name in (*BITS_DEPEND_ON, *GROUPING)
-        if before[name] != after[name]
-    ]
-    if changes and 0 < saved.step < training.config.train.steps:
-        warn(f"{training.run.path}: {'; '.join(changes)}; results will no longer be bit-identical")
+    changed = [name for name in (*ENVIRONMENT, *GROUPING) if before[name] != after[name]]
+    if changed and 0 < saved.step < training.config.train.steps:
+        changes = "; ".join(f"{name} was {before[name]}, is {after[name]}" for name in changed)
+        warn(f"{training.run.path}: {changes}; results will no longer be bit-identical")

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gptmini.errors import Stopped
 from gptmini.machine import ReceivedSignals, catch_signals
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.build import build_training
-from gptmini.train.checkpoint import check_space, create_or_resume, save_checkpoint
+from gptmini.train.checkpoint import create_or_resume, save_checkpoint
 from gptmini.train.group import SINGLE_PROCESS, Group
 from gptmini.train.minutes import keep_to_minutes
 from gptmini.train.reporter import Reporter, describe_stopped, explain_divergence, say_finished
@@ -54,7 +54,8 @@ def train(
         if training.is_finished:
             say_finished(training)
             return None
-        check_space(training)
+        weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+        group.on_rank_zero(run.check_space, 3 * weight_bytes)  # with two moments of each weight
         with Reporter(training, verbose) as reporter, catch_signals() as received:
             if training.step == 0 and training.config.base.run is not None:
                 reporter.report({}, evaluate_validation(training))
@@ -65,7 +66,11 @@ def train(
 def _run_loop(training: Training, reporter: Reporter, received: ReceivedSignals) -> None:
     """Make the steps that are left, or end early once the validation loss has stopped improving."""
     while not training.is_finished:
-        metrics = _update(training)
+        started = time.perf_counter()
+        metrics = train_step(training)
+        training.progress.step += 1
+        training.progress.tokens += training.tokens_per_step
+        training.progress.seconds += time.perf_counter() - started
         evaluation = evaluate_validation(training) if training.is_evaluation_due else {}
         reporter.report(metrics, evaluation)
         if training.steps_follow_minutes:
@@ -78,14 +83,3 @@ def _run_loop(training: Training, reporter: Reporter, received: ReceivedSignals)
             save_checkpoint(training)
         if stop is not None:
             raise Stopped(stop, describe_stopped(training, stop))
-
-
-def _update(training: Training) -> dict[str, Any]:
-    """Make one update, and count it; returns its metrics."""
-    started = time.perf_counter()
-    metrics = train_step(training)
-    progress = training.progress
-    progress.step += 1
-    progress.tokens += training.tokens_per_step
-    progress.seconds += time.perf_counter() - started
-    return metrics

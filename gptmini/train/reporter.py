@@ -124,9 +124,9 @@ def describe_stopped(training: Training, signal_number: int) -> str:
 
 
 def _name_rates(training: Training) -> str:
-    """Name the settings that hold the learning rates."""
+    """Name what to lower against divergence."""
     has_muon = training.config.train.optimizer == "muon" and training.own.optimizer is None
-    return "train.muon_lr and train.lr" if has_muon else "train.lr"
+    return "train.muon_lr and train.lr" if has_muon else "the learning rate"
 
 
 @contextmanager

@@ -5,13 +5,16 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gptmini.errors import ConfigError
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 
 if TYPE_CHECKING:  # so that who reads one update need not read what a whole run is made of
@@ -134,8 +137,13 @@ class Training:
     def compute_rate(self) -> float:
         """Return the learning rate of the next update."""
         if self.own.schedule is not None:
-            return self.own.schedule(self.step)
-        return compute_learning_rate(self.config.train, self.step)
+            rate = self.own.schedule(self.step)
+            if not isinstance(rate, Real) or not 0 <= rate < math.inf:
+                raise ConfigError(f"schedule: must return a number from 0, not {rate!r}")
+            return float(rate)
+        rate = compute_learning_rate(self.config.train, self.step)
+        given = self.optimizer.given_groups  # the peak of an optimizer of your own is its own rate
+        return rate / self.config.train.lr * given[0]["lr"] if given else rate
 
     @property
     def elapsed(self) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptmini.console import say, show_elapsed
-from gptmini.errors import DivergedError, GptminiError
+from gptmini.errors import ConfigError, DivergedError, GptminiError
 from gptmini.model.compile import undo_compiling
 from gptmini.train.seeds import seed_from
 from gptmini.train.state import Training
@@ -116,6 +116,8 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
         with training.compute.autocast():
             inputs = training.compute.copy(x)
             mean_loss = training.compute_loss(inputs, training.compute.copy(y))
+            if not isinstance(mean_loss, Tensor) or mean_loss.shape or not mean_loss.requires_grad:
+                raise ConfigError("loss: must return a tensor of shape () that has a gradient")
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
             loss = mean_loss * len(x) / n_rows
         scaled_loss = loss if loss_scale == 1 else loss * loss_scale

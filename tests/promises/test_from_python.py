@@ -14,7 +14,7 @@ PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 @pytest.mark.parametrize(
     ("page", "runs"),
     [
-        ("from-python", ["by-hand", "counting", "my", "sgd", "smooth", "taught"]),
+        ("from-python", ["by-hand", "counting", "my", "schedule", "sgd", "smooth", "taught"]),
         ("own-attention", ["attentions", "differential"]),
     ],
 )

@@ -31,7 +31,7 @@ from gptmini.extras.compare.share import share_choices
 from gptmini.extras.compare.statistics import Difference, import_scipy
 from gptmini.extras.compare.tune import Tried, choose_next_rate, find_best_rate, multiply_rates
 from gptmini.extras.compare.variants import Variant, compare_with_first, format_comparison, to_json
-from gptmini.generate.own_model import BuildModel, check_same_start
+from gptmini.generate.own_model import BuildModel, check_same_start, measure_start
 from gptmini.generate.run import load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.api import fit
@@ -287,7 +287,8 @@ def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None)
         state = run.load_best(with_model=False).state
         is_same = is_same and bool(state.get("own_model")) == (model is not None)
         if is_same and model is not None:
-            check_same_start(run.path, state, model, run.load_config().model)
+            now = measure_start(model, run.load_config().model)
+            check_same_start(run.path, state.get("own_logits", []), now)
     if not is_same:
         raise ConfigError(
             f"{run.path}: belongs to a different comparison; choose another directory with --out"

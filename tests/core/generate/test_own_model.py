@@ -173,6 +173,21 @@ def test_one_that_sees_later_tokens_is_refused(attention, n_layer, config, capfd
     assert "warning" not in capfd.readouterr().err
 
 
+class LeaksInTraining(Attention):
+    def mask(self, queries: Tensor, keys: Tensor, shared: object) -> Tensor:
+        return package.make_mask(queries + self.training, keys)
+
+
+def test_one_that_sees_later_tokens_in_training_alone_is_refused():
+    config = ModelConfig(vocab_size=9, n_layer=1, n_head=4, d_model=32, dropout=0.2)
+    gated = exchange(config, Gated)
+    state = torch.get_rng_state()
+    check_own_model(gated)  # its dropout is no leak
+    assert torch.equal(state, torch.get_rng_state())  # of whoever loads a run
+    with pytest.raises(ConfigError, match="model: in training, position 0 depends on later tok"):
+        check_own_model(exchange(config, LeaksInTraining))
+
+
 class LateLeak(Attention):
     def mask(self, queries: Tensor, keys: Tensor, shared: Tensor) -> Tensor:
         ahead = (keys[..., None, :] == queries[..., None] + 1) & (queries[..., None] >= 20)

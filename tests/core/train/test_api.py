@@ -300,6 +300,111 @@ def test_a_run_is_resumed_with_the_optimizer_that_it_was_trained_with(text_file,
     assert gptmini.fit(longer, tmp_path / "momentum", optimizer=momentum).state["step"] == 9
 
 
+def test_the_rates_of_ones_own_optimizer_are_the_peaks(text_file, tmp_path):
+    def build(model: GPT) -> torch.optim.Optimizer:
+        blocks = set(model.blocks.parameters())
+        others = [parameter for parameter in model.parameters() if parameter not in blocks]
+        groups = [{"params": [*blocks], "lr": 0.3}, {"params": others, "lr": torch.tensor(0.125)}]
+        built.append(torch.optim.SGD(groups))
+        return built[-1]
+
+    def record(step: int, metrics: dict) -> None:
+        rates[step] = (metrics["lr"], *(group["lr"] for group in built[-1].param_groups))
+
+    built: list[torch.optim.Optimizer] = []
+    rates: dict[int, tuple] = {}
+    train = {"steps": 4, "warmup_steps": 2, "cooldown": 0.25, "lr": 0.01, "min_lr": 0.001}
+    config = asked(text_file) | {"train": {**TINY["train"], **train}}
+    gptmini.fit(config, tmp_path / "run", optimizer=build, on_step=record)
+    shares = {1: 0.5, 2: 1.0, 3: 1.0, 4: 1.0}
+    assert rates == {
+        step: pytest.approx((0.3 * share, 0.3 * share, 0.125 * share))
+        for step, share in shares.items()
+    }
+    gptmini.fit(config, tmp_path / "own", optimizer=build, schedule=lambda _: 0.6, on_step=record)
+    assert rates[4] == pytest.approx((0.6, 0.6, 0.25))
+
+
+def test_another_setting_of_the_optimizer_is_noticed_on_resuming(text_file, tmp_path, capfd):
+    def fit(steps: int, **settings: float) -> None:
+        gptmini.fit(
+            asked(text_file) | {"train": {**TINY["train"], "steps": steps}},
+            tmp_path / "run",
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), **settings),
+        )
+
+    fit(3, lr=0.1)
+    fit(5, lr=0.1)
+    assert "bit-identical" not in capfd.readouterr().err
+    fit(7, lr=0.1, momentum=0.5)
+    changed = "own_optimizer was SGD (lr 0.1), is SGD (lr 0.1, momentum 0.5); results will no"
+    assert changed in capfd.readouterr().err
+
+
+def test_an_optimizer_holds_the_weights_of_the_model(text_file, tmp_path, capfd):
+    other = GPT(ModelConfig(vocab_size=257, **TINY["model"]))
+    with pytest.raises(ConfigError, match="optimizer: holds weights of another model"):
+        gptmini.fit(asked(text_file), tmp_path / "run", optimizer=lambda model: momentum(other))
+    assert not (tmp_path / "run").exists()
+    norms = {}
+
+    def freeze(config: ModelConfig) -> GPT:
+        model = GPT(config)
+        for parameter in {*model.parameters()} - {*model.blocks.parameters()}:
+            parameter.requires_grad_(False)
+        return model
+
+    for name, model in (("left out", None), ("frozen", freeze)):
+        gptmini.fit(
+            asked(text_file) | {"train": {**TINY["train"], "steps": 3}},
+            tmp_path / name,
+            model=model,
+            optimizer=lambda model: momentum(model.blocks),
+            on_step=lambda step, metrics, name=name: norms.update({(name, step): metrics}),
+        )
+    # What it leaves out has no gradients, as if it were frozen: they would add up.
+    for step in (1, 2, 3):
+        assert norms["left out", step] == pytest.approx(norms["frozen", step])
+    left_out = "warning: optimizer: does not train 2 weights, such as embed.weight"
+    assert capfd.readouterr().err.count(left_out) == 1
+
+
+TOKENS = torch.zeros(4, 16, dtype=torch.int64)
+WRONG_PARTS = {
+    "class": ({"optimizer": torch.optim.AdamW}, "must be a function .* not iterable"),
+    "instance": ({"optimizer": momentum(torch.nn.Linear(1, 1))}, "must be a function"),
+    "no optimizer": ({"optimizer": lambda model: None}, "must be a function that makes"),
+    "closure": ({"optimizer": lambda model: torch.optim.LBFGS(model.parameters())}, "'closure'"),
+    "no weights": ({"optimizer": lambda model: torch.optim.SGD([])}, "empty parameter list"),
+    "no rate": ({"schedule": lambda step: None}, "must return a number from 0, not None"),
+    "nan": ({"schedule": lambda step: float("nan")}, "must return a number from 0, not nan"),
+    "below 0": ({"schedule": lambda step: -0.1}, "must return a number from 0, not -0.1"),
+    "tensor": ({"schedule": lambda step: torch.tensor(0.1)}, "a number from 0, not tensor"),
+    "no batch": ({"batches": lambda step: None}, "step 0 gives .*NoneType"),
+    "one": ({"batches": lambda step: TOKENS}, r"step 0 gives \[\(torch.int64, 4, 16\)\]; must"),
+    "shape": ({"batches": lambda step: (TOKENS, TOKENS[:2])}, r"\(torch.int64, 2, 16\)\]; must"),
+    "float": ({"batches": lambda step: (TOKENS.float(), TOKENS)}, r"gives \[\(torch.float32, 4"),
+    "int32": ({"batches": lambda step: (TOKENS, TOKENS.int())}, r"\(torch.int32, 4, 16\)\]; must"),
+    "array": ({"batches": lambda step: (TOKENS, TOKENS.numpy())}, "numpy.ndarray.*; must be"),
+    "below": ({"batches": lambda step: (TOKENS - 1, TOKENS)}, "has tokens beyond 0 to "),
+    "beyond": ({"batches": lambda step: (TOKENS, TOKENS + 5000)}, "has tokens beyond 0 to "),
+    "no loss": ({"loss": lambda model, tokens, targets: None}, "must return a tensor of shape"),
+    "number": ({"loss": lambda *given: given[0](*given[1:]).item()}, "must return a tensor"),
+    "detached": ({"loss": lambda *given: given[0](*given[1:]).detach()}, "has a gradient"),
+    "losses": ({"loss": lambda model, tokens, _: model(tokens)}, "must return a tensor of sh"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARTS)
+def test_a_wrong_part_is_named_with_what_it_must_be(wrong, text_file, tmp_path):
+    parts, problem = WRONG_PARTS[wrong]
+    (name,) = parts
+    with pytest.raises(ConfigError, match=rf"^{name}: .*{problem}") as error:
+        gptmini.fit(asked(text_file), tmp_path / "run", **parts)
+    assert len(error.value.lines) == 1
+    assert "\n" not in error.value.lines[0]
+
+
 class Partial(GPT):
     """A model with a part that is frozen, and one that is not used."""
 
