@@ -116,18 +116,14 @@ def to_json(variants: list[Variant]) -> dict[str, Any]:
 
 def build_rows(variants: list[Variant]) -> list[list[str]]:
     """Return the main figures under a row of headings."""
-    rows = []
+    rows = [["variant", "params", "bits/byte", "KV bytes", "train tok/s"]]
     for variant in variants:
-        cells = {
-            "variant": variant.name,
-            "params": f"{variant.parameters:,}",
-            "bits/byte": _format_mean(variant.list_figures("bits_per_byte"), ".4f"),
-            "KV bytes": f"{variant.cache_bytes:,}",
-            "train tok/s": _format_mean(variant.list_figures("tokens_per_second"), ",.0f"),
-        }
-        rows.append(cells)
-    headings = list(rows[0])
-    return [headings, *(list(cells.values()) for cells in rows)]
+        bits = _format_mean(variant.list_figures("bits_per_byte"), ".4f")
+        speed = _format_mean(variant.list_figures("tokens_per_second"), ",.0f")
+        rows.append(
+            [variant.name, f"{variant.parameters:,}", bits, f"{variant.cache_bytes:,}", speed]
+        )
+    return rows
 
 
 def _format_mean(values: list[float], form: str) -> str:
@@ -200,6 +196,9 @@ def list_warnings(variants: list[Variant]) -> list[str]:
     warnings = []
     if variants[0].by_rate and variants[0].runs[0].split == "validation":
         warnings.append("warning: the rates were chosen on this very part; set data.test to 0.1")
+    steps = max(run.step for variant in variants for run in variant.runs)
+    if 0 < steps < 100:  # an imported run has made none
+        warnings.append(f"warning: {steps} steps at most; longer training may order them otherwise")
     lengths = sorted({run.seq_len for variant in variants for run in variant.runs})
     if len(lengths) > 1:
         windows = ", ".join(map(str, lengths))
@@ -217,15 +216,10 @@ def build_difference_rows(variants: list[Variant]) -> list[list[str]]:
             row += ["", ""]
         else:
             row += [f"{found.half_width:.4f}", f"{found.p_corrected:.3f}"]
-        row += [_format_counts(found.counts), found.verdict]
+        pairs = f"{found.counts[0]} pairs" if len(found.counts) == 1 else ""
+        row += [pairs or "+".join(map(str, found.counts)), found.verdict]
         rows.append(row)
     return rows
-
-
-def _format_counts(counts: tuple[int, ...]) -> str:
-    if len(counts) == 1:
-        return f"{counts[0]} pairs"
-    return "+".join(map(str, counts))
 
 
 def describe_differences(variants: list[Variant]) -> list[str]:
@@ -235,6 +229,6 @@ def describe_differences(variants: list[Variant]) -> list[str]:
     if n_known:
         corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
         lines.append(f"± 95 % and p: over seeds{corrected}; pairs: of equal seed")
-    if n_known < len(variants) - 1:
-        lines.append("one run shows no spread over seeds; train several")
+    if min(len(variant.runs) for variant in variants) < 3:
+        lines.append("below 3 seeds a difference may be luck, and unresolved is not equal")
     return lines
