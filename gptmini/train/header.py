@@ -20,7 +20,8 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     say(f"  folder    {training.run.path}; Ctrl-C stops, the same command resumes")
     read = training.config.train.eval_tokens
     part = f"{read:,} tokens of " if read and read < training.corpus.held_out else ""
-    say(f"  val       a test on {part}the held-out text, which the model never trains on")
+    say("  loss      error in guessing the next token; lr: learning rate; tok/s: tokens a second")
+    say(f"  val       the loss on {part}the held-out text, which the model never trains on")
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.group.is_sharded:
