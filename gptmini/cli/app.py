@@ -219,6 +219,10 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     command = context.command_path if context else "gptmini"
     known = [name for param in context.command.params for name in param.opts] if context else []
     problem = error.format_message().rstrip(".").replace("Value error, ", "")
+    if wrong := re.match("Invalid value for '(.+)': (Input should .*)", problem):
+        from gptmini.config.section import describe_mistake
+
+        problem = f"{wrong[1]}: {describe_mistake(wrong[2])}"
     remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
         remedy = _name_setting(getattr(error, "option_name", ""), command, known)

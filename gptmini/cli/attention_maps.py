@@ -18,10 +18,7 @@ from gptmini.model.cache import NoCache
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.spelling import explain_labels, label_tokens
 
-MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N"
-
 MAX_MATRIX_TOKENS = 12  # of a head that is shown whole
-SUMMARY = ("previous", "first", "itself", "entropy")  # what `summarize_heads` says of each head
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,14 @@ class AttentionView:
             return f"1 token: {self.labels[0]}; it sees only itself, so there is nothing to compare"
         parts = [
             self.format_table(),
-            "previous, first, itself: mean weight on that token, from the second query on;\n"
-            "entropy: spread of the weights of a query; 0 = on one token, 2.1 = on eight alike",
+            "previous, first, itself: mean weight that a token gives to the one before it, to the\n"
+            "first and to itself; entropy, in nats: 0 = all on one token, 2.1 = evenly on eight",
         ]
         if len(self.layers) > 1 or self.head is None:
-            parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE_OPTIONS_HINT}")
+            more = "for the weights of one head: --layer N --head N"
+            parts.append(f"{T} tokens: {' '.join(self.labels)}\n{more}")
         else:
+            parts.append("each token (query) with the weights that it gives to others (keys):")
             parts.append(self._format_head(self.weights[self.layers[0], self.head]))
         if self.legend:
             parts.append("\n".join(self.legend))
@@ -76,14 +75,13 @@ class AttentionView:
 
     def format_table(self) -> str:
         """Return a table with the summary of each head to show."""
-        heads_per_kv_head = self.weights.shape[1] // self.n_kv_head
         heads = range(self.weights.shape[1]) if self.head is None else [self.head]
-        rows = [["layer", "head", "KV head", *SUMMARY]]
+        rows = [["layer", "head", "previous", "first", "itself", "entropy"]]
         means = summarize_heads(self.weights).tolist()
         for layer in self.layers:
             for head in heads:
                 cells = [f"{mean:.3f}" for mean in means[layer][head]]
-                rows.append([str(layer), str(head), str(head // heads_per_kv_head), *cells])
+                rows.append([str(layer), str(head), *cells])
         return console.format_table(rows)
 
 

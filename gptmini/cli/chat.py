@@ -64,9 +64,7 @@ def _answer_messages(run: "Run", lines: Iterable[str], settings: Settings) -> No
         messages.append({"role": "user", "content": line})
         kept = drop_oldest_turns(run, messages, max_new_tokens)
         if len(kept) < len(messages) and not has_dropped:
-            console.say(
-                "The conversation outgrows the context: the model forgets its oldest turns."
-            )
+            console.say("The conversation outgrows the context: its oldest turns are forgotten.")
             has_dropped = True
         messages = kept
         answer = print_answer(run, run.encode_chat(messages), turn, settings)

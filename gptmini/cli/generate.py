@@ -45,7 +45,7 @@ def generate(
     samples: int = option(1, "N", "Number of texts.", min=1, max=10_000, **WRITING),
     max_new_tokens: MaxNewTokens = None,
     stop: list[str] | None = option(
-        None, "TEXT", r"Stop before this text; $'\n' is a line break; repeatable.", **WRITING
+        None, "TEXT", r"Stop before this text; \n is a line break; repeatable.", **WRITING
     ),
     temperature: Temperature = None,
     seed: Seed = None,
@@ -71,7 +71,7 @@ def generate(
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
-        "stop": stop,
+        "stop": stop and [text.replace(r"\n", "\n") for text in stop],  # shells keep the escape
         "seed": seed,
     }
     settings = parse_sampling(sampling, assignments)

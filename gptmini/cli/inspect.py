@@ -44,7 +44,7 @@ def inspect(
 
         cells = attention_maps.build_mask(mask, size or 12)
         print(attention_maps.format_mask(cells))
-        print("\nx visible, . masked; a row is a query, a column a key")
+        print("\nx visible, . masked; a row is a token that looks (query), the columns are keys")
         if out is not None:
             plots.save_figure(plots.draw_mask(cells.numpy(), mask), out)
             say(f"{out}: written")

@@ -60,7 +60,7 @@ _DATA_HELP = "Text: file, folder, '*.txt', - (stdin), builtin:stories or hf:OWNE
 _SET_HELP = "Any setting, such as train.seed=2; repeatable. See gptmini settings."
 _ATTENTION_HELP = "mha, mqa, gqa:N (KV heads), window:N (last N positions) or gqa:N+window:N."
 _MINUTES_HELP = "Train for X minutes in all; sizes you left open fit them."
-_THREADS_HELP = "CPU threads; try 1 beside other busy programs."
+_THREADS_HELP = "CPU threads; 1 may be faster while other programs are busy."
 _BASE_HELP = "Fine-tune this run: start a new one from its best weights."
 
 
@@ -227,7 +227,7 @@ def resolve_run(run: Path | None) -> Path:
         return run
     runs = _list_runs()
     near = difflib.get_close_matches(run.name, runs, 1)
-    hint = "make one with gptmini train, or of a pretrained model with gptmini import"
+    hint = "train one with gptmini train, or get a pretrained one with gptmini import"
     if near or is_run(run.parent):
         hint = f"did you mean {runs[near[0]] if near else run.parent}?"
     raise CheckpointError(f"{shorten(run)}: no run here; {hint}")
@@ -262,9 +262,7 @@ def find_newest_run() -> Path:
     """Find the run that was trained last; those that were only begun or converted come last."""
     runs = _list_runs().values()
     if not runs:
-        raise CheckpointError(
-            f"{RUNS_FOLDER}: no run here; train one with gptmini train, or name one"
-        )
+        raise CheckpointError(f"{RUNS_FOLDER}: no run here; name one, or begin with gptmini train")
     return max(runs, key=_get_training_time)
 
 

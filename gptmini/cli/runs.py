@@ -30,8 +30,7 @@ def list_runs(
     cache = get_cache_folder()
     cache_size, _ = _measure_files(cache)
     if as_json:
-        facts = {"runs": runs, "cache": {"path": str(cache), "bytes": cache_size}}
-        print(json.dumps(facts))
+        print(json.dumps({"runs": runs, "cache": {"path": str(cache), "bytes": cache_size}}))
         return
     if runs:
         head = ["run", "steps", "parameters", "val loss", "bits/byte", "size", "last written", ""]

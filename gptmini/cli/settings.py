@@ -10,20 +10,16 @@ from gptmini import console
 from gptmini.cli.options import argument
 from gptmini.errors import ConfigError
 
-TYPE_NAMES = {
-    "integer": "integer",
-    "number": "number",
-    "string": "text",
-    "boolean": "true or false",
-    "object": "mapping",
-    "null": "null",
-}
+TYPE_NAMES = {"string": "text", "boolean": "true or false", "object": "mapping"}
 
 
 def list_settings(
     name: str | None = argument(None, "KEY", "A key such as train.steps or steps, or a section."),
 ) -> None:
-    """List the settings for --set and YAML files."""
+    """List the settings for --set and YAML files.
+
+    These defaults hold for any text; configs/default.yaml is for the built-in stories.
+    """
     from gptmini.config import load
     from gptmini.config.settings import Config
 
@@ -75,4 +71,4 @@ def _describe_type(setting: dict[str, Any]) -> str:
         return "text or list"
     if setting["type"] == "array":
         return f"list of {_describe_type(setting['items'])}"
-    return TYPE_NAMES[setting["type"]]
+    return TYPE_NAMES.get(setting["type"], setting["type"])

@@ -131,7 +131,7 @@ def _show_rules(trained: "Training") -> None:
 
     run = load_run(trained.run.path, trained.compute.device.type, "float32")
     rules = measure_rules(run.model, run.tokenizer)
-    say("rules it has learnt: how often it finds the [word], and how often by chance:")
+    say("rules it has learnt: how often it finds the [word], and how often one would by chance:")
     say("")
     for line in format_rules(rules):
         say(f"  {line}")

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gptmini.config import yamlfile
+from gptmini.config.section import describe_mistake
 from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
 from gptmini.console import quote
@@ -219,16 +220,7 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         yield f"{_locate(path, origins)}: no such {kind}; {suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         value = _format_wrong(mistake["input"], kind)
-        yield f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
-
-
-def _describe_expected(mistake: Any) -> str:
-    """Describe what a setting must be: pydantic's sentence, without its subject and its value."""
-    sentence, _, _ = str(mistake["msg"]).partition(", not ")
-    sentence = re.sub(r"valid dictionary or instance of \w+", "section of key: value", sentence)
-    sentence = sentence.removesuffix(" after validation")
-    sentence = re.sub(r"0\.(0{4,})1\b", lambda zeros: f"1e-{len(zeros[1]) + 1}", sentence)
-    return re.sub(r"^\w+ should", "must", sentence).replace("'", "")
+        yield f"{_locate(path, origins)}: {describe_mistake(mistake['msg'])}, not {value[:80]}"
 
 
 def _format_wrong(value: Any, kind: str) -> str:

@@ -1,5 +1,6 @@
 """The base class of every group of settings, and the checked types of their values."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -10,10 +11,29 @@ from pydantic_core import PydanticCustomError
 
 from gptmini.errors import ConfigError
 
+PLAIN_WORDS = {
+    r"^\w+ should (.*?)((, (not|unable|got)| after) .*)?$": r"must \1",
+    r"valid dictionary( or instance of \w+)?": "section of key: value",
+    "a valid boolean": "true or false",
+    "a valid string": "text in quotes",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    r"\b0\.00000001\b": "1e-8",
+    r"'(\w+)'": r"\1",
+    "^Extra inputs are not permitted": "no such setting",
+}
+
 
 def _check_path(path: Any, check: Callable[[Any], str]) -> str:
     path = str(path) if isinstance(path, Path) else path
     return path if path and isinstance(path, str) else check(path)
+
+
+def describe_mistake(sentence: str) -> str:
+    """Say in plain words what pydantic says of a wrong value, without naming the value."""
+    for pattern, plain in PLAIN_WORDS.items():
+        sentence = re.sub(pattern, plain, sentence)
+    return sentence
 
 
 def _to_list(value: Any) -> Any:
@@ -53,13 +73,15 @@ class Section(BaseModel):
     if not TYPE_CHECKING:  # where each section has its own settings as arguments
 
         def __init__(self, **settings: Any) -> None:
-            """Raise ConfigError, in pydantic's words, a line for each setting that is wrong."""
+            """Raise ConfigError with a line for each setting that is wrong."""
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                mistakes = [(map(str, each["loc"]), each["msg"]) for each in error.errors()]
-                name = type(self).__name__
-                lines = [f"{'.'.join([name, *place])}: {text}" for place, text in mistakes]
+                lines = []
+                for each in error.errors():
+                    place = ".".join([type(self).__name__, *map(str, each["loc"])])
+                    if each["type"] != "default_factory_not_called":  # its cause has its own line
+                        lines.append(f"{place}: {describe_mistake(each['msg'])}")
                 raise ConfigError(*lines) from None
 
         # Sections inside others are checked with them, without this.

@@ -101,10 +101,7 @@ class Machine:
         chosen = 0
         if seconds[-1] < MAX_SHARE_OF_TIME_WITH_ONE_THREAD * seconds[0]:
             chosen = 1
-            say(
-                f"  threads   1, as that is faster here: a step takes {seconds[1]:.3g} s, with "
-                f"{computes[0].threads} threads {seconds[0]:.3g} s"
-            )
+            say(f"  threads   1 of {computes[0].threads} CPU threads, as a step is faster with it")
         machine = replace(self, compute=computes[chosen])
         return replace(machine, slowness=seconds[chosen] / machine.predict_step(config))
 

@@ -21,7 +21,8 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     say(f"  folder    {training.run.path}; Ctrl-C stops, the same command resumes")
     read = training.config.train.eval_tokens
     part = f"{read:,} tokens of " if read and read < training.corpus.held_out else ""
-    say(f"  val       a test on {part}the held-out text, which this run never trains on")
+    say("  loss      error in guessing the next token; lr: learning rate; tok/s: tokens a second")
+    say(f"  val       the loss on {part}the held-out text, which this run never trains on")
     if training.progress.saw_held_out:
         warn(
             f"{training.config.base.run}: may have been trained on some of what is held out now, "

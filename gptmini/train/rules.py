@@ -75,9 +75,9 @@ def _summarize(rule: str, rights: list[bool]) -> LearntRule:
 
 def format_rules(rules: Iterable[LearntRule]) -> list[str]:
     """Format what was measured as the lines of a table, with an example of each rule."""
-    lines = ["rule      right         guess  example"]
+    lines = ["rule      right         chance  example"]
     for each in rules:
         right = f"{100 * each.right:3.0f} % ± {100 * each.half_width:.0f}"
-        guess = f"{100 * each.chance:3.0f} %"
-        lines.append(f"{each.rule:8}  {right:12}  {guess}  {RULES[each.rule][1]}")
-    return lines
+        chance = f"{100 * each.chance:4.0f} %"
+        lines.append(f"{each.rule:8}  {right:12}  {chance}  {RULES[each.rule][1]}")
+    return [*lines, "", "±: margin of error; a rule near its chance, or below, is not learnt yet"]

@@ -33,7 +33,7 @@ def compare(
         show_default=DEFAULT_ATTENTIONS,
     ),
     seeds: int | None = option(
-        None, "N", "Runs per variant; three show the spread.", min=1, max=100, show_default="1"
+        None, "N", "Runs per variant; one may be mere luck.", min=1, max=100, show_default="1"
     ),
     tune: bool = flag("Let the first seed of each variant choose its learning rates.", "--tune"),
     data: Data = None,

@@ -291,7 +291,8 @@ def _check_same_run(run: RunDirectory, config: Config, model: BuildModel | None)
             check_same_start(run.path, state.get("own_logits", []), now)
     if not is_same:
         raise ConfigError(
-            f"{run.path}: belongs to a different comparison; choose another directory with --out"
+            f"{run.path}: belongs to a different comparison; choose another --out, or delete "
+            f"{_get_variant_folder(run.path)} to train only that variant again"
         )
 
 

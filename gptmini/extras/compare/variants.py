@@ -191,6 +191,9 @@ def list_warnings(variants: list[Variant]) -> list[str]:
     warnings = []
     if variants[0].by_rate and variants[0].runs[0].split == "validation":
         warnings.append("warning: the rates were chosen on this very part; set data.test to 0.1")
+    steps = max(run.step for variant in variants for run in variant.runs)
+    if 0 < steps < 100:  # an imported run has made none
+        warnings.append(f"warning: {steps} steps at most; longer training may order them otherwise")
     lengths = sorted({run.seq_len for variant in variants for run in variant.runs})
     if len(lengths) > 1:
         windows = ", ".join(map(str, lengths))
@@ -221,6 +224,6 @@ def describe_differences(variants: list[Variant]) -> list[str]:
     if n_known:
         corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
         lines.append(f"± 95 % and p: over seeds{corrected}; pairs: of equal seed")
-    if n_known < len(variants) - 1:
-        lines.append("one run shows no spread over seeds; train several")
+    if min(len(variant.runs) for variant in variants) < 3:
+        lines.append("below 3 seeds a difference may be luck, and unresolved is not equal")
     return lines

@@ -24,7 +24,7 @@ ERRORS = [
     (["train", "--set", "train.steps=2", "train.seed=1"], 2, "each setting needs --set before it"),
     (["train", "--attention", "gqa:3"], 2, "gqa:3: 4 heads (n_head) cannot share 3 KV heads; use"),
     (["train", "--attention", f"gqa:{DIGITS}"], 2, "9...'"),
-    (["train", "--steps", "0"], 2, "--steps: must be greater than or equal to 1, not 0"),
+    (["train", "--steps", "0"], 2, "--steps: must be at least 1, not 0"),
     (["train", "--set", "data.weights=[1,2]"], 2, "data.weights: 2 weights for 1 paths"),
     (
         ["train", "--set", "tokenizer.vocab_size=999"],

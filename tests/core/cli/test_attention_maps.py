@@ -88,7 +88,7 @@ def test_parts_of_characters_are_named_and_explained():
         "in hex: bytes that are no whole character"
     )
     plain = attention_maps.view_attention(run, list(b"abc")).format_text()
-    assert plain.endswith(attention_maps.MORE_OPTIONS_HINT)
+    assert plain.endswith("for the weights of one head: --layer N --head N")
 
 
 def test_one_head_is_shown_as_text():

@@ -64,7 +64,7 @@ def test_a_conversation_says_once_that_it_forgets(tmp_path, gptmini, monkeypatch
     )
     code, _, said = gptmini("chat", "run", "--max-new-tokens", "8")
     assert code == 0
-    assert said.count("forgets its oldest turns") == 1
+    assert said.count("its oldest turns are forgotten") == 1
     assert len(rendered[-1]) < 11
     assert rendered[-1][-1]["content"] == "Why " * 5
 

@@ -68,6 +68,8 @@ def test_options_reach_the_sampler_and_override_set(gptmini, run):
     place = text.index(text[7:9])
     assert gptmini(*greedy, "--stop", text[7:9])[1] == "a" + text[:place] + "\n"
     assert gptmini(*greedy, "--set", 'sample.bias={"=": 100}')[1] == "a" + "=" * 60 + "\n"
+    breaks = ["--set", r'sample.bias={"\n": 100}']
+    assert gptmini(*greedy, *breaks, "--stop", r"\n")[1] == "a\n"
     penalties = ["--set", "sample.repetition_penalty=5", "--set", "sample.max_new_tokens=1"]
     other = gptmini(*greedy, *penalties)[1]
     assert len(set(other)) > len(set(text))
@@ -114,7 +116,7 @@ def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message
         (["runs/txt"], "runs/txt: no run here; did you mean runs/text?"),
         (["runs/text/checkpoints"], "no run here; did you mean runs/text?"),
         (["runs/text", "--draft", "tex"], "tex: no run here; did you mean runs/text?"),
-        (["a\nb " + "c" * 5000], "...: no run here; make one with gptmini train"),
+        (["a\nb " + "c" * 5000], "...: no run here; train one with gptmini train"),
     ],
 )
 def test_what_is_not_a_run_is_answered_with_what_was_meant(gptmini, run, monkeypatch, words, hint):
@@ -204,14 +206,15 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
 
 def test_wrong_settings_when_generating(gptmini, run):
     for words, line in [
-        (["--temperature", "-1"], "--temperature: must be greater than or equal to 0, not -1"),
+        (["--temperature", "-1"], "--temperature: must be at least 0, not -1"),
         (["--set", "sample.top_k=0"], "--set sample.top_k: "),
         (["--max-new-tokens", "-1"], "--max-new-tokens: "),
         (["--stop", ""], "--stop"),
         (["--set", "sample.bias=e"], "--set sample.bias: "),
         (["--set", "sample.bias={e: nan}"], "sample.bias.e: must be a valid number"),
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
-        (["--samples", "0"], "'--samples'"),
+        (["--samples", "0"], "--samples: must be at least 1; see gptmini generate --help"),
+        (["--samples", "x"], "--samples: must be a valid integer; see"),
         (["--weights", "int4"], "--weights int4: not supported"),
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),

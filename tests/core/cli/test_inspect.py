@@ -11,12 +11,7 @@ def test_inspect_prints_numbers(gptmini, text_file: Path):
     assert gptmini("train", "--data", str(text_file), "--attention", "gqa:2", *SMALL)[0] == 0
     code, out, err = gptmini("inspect", "--prompt", "the fox")
     assert (code, err) == (0, "runs/text-gqa2: step 4\nas a page to explore: --out FILE.html\n")
-    assert [line.split()[:3] for line in out.splitlines()[1:5]] == [
-        ["0", "0", "0"],
-        ["0", "1", "0"],
-        ["0", "2", "1"],
-        ["0", "3", "1"],
-    ]
+    assert [line.split()[:2] for line in out.splitlines()[1:5]] == [["0", n] for n in "0123"]
     for words, line in [
         ([], "--prompt: missing"),
         (["--prompt", "x" * 99], "--prompt: 99 tokens; give between 1 and 16"),

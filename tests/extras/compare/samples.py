@@ -12,7 +12,7 @@ def variant(name: str, *bits: float) -> Variant:
             whole=True,
             seq_len=64,
             seed=seed,
-            step=9,
+            step=900,
             loss=each,
             loss_half_width=0.1,
             bits_per_byte=each,

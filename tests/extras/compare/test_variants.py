@@ -37,7 +37,18 @@ def test_verdicts_distinguish_a_difference_from_the_spread():
     (row,) = differences(variant("a", 2.0), variant("b", 3.0))
     assert row == ["b", "+1.0000", "", "", "1+1", "one run: spread unknown"]
     text = variants.format_comparison([variant("a", 2.0), variant("b", 3.0)])
-    assert text.endswith("\n\none run shows no spread over seeds; train several")
+    few = "below 3 seeds a difference may be luck, and unresolved is not equal"
+    assert text.endswith(f"\n\n{few}")
+    assert few not in variants.format_comparison([first, first])
+
+
+def test_hardly_any_training_gets_a_warning():
+    one, two = variant("a", 2.0), variant("b", 2.0)
+    for steps, is_few in (12, True), (500, False), (0, False):  # imported models make no steps
+        for each in (one, two):
+            each.runs[0] = replace(each.runs[0], step=steps)
+        text = variants.format_comparison([one, two])
+        assert ("warning: 12 steps at most; longer training may order" in text) == is_few
 
 
 def test_each_further_comparison_asks_for_more():

@@ -274,7 +274,7 @@ def test_a_long_prompt_yields_to_running_texts():
 @pytest.mark.parametrize(
     ("wrong", "status", "message"),
     [
-        ({"temperature": -1}, 400, "temperature: must be greater than or equal to 0, not -1"),
+        ({"temperature": -1}, 400, "temperature: must be at least 0, not -1"),
         ({"best_of": 1, "suffix": None}, 400, "best_of: no such field"),
         ({"prompt": "x" * (CONTEXT + 1)}, 400, "prompt: 401 tokens"),
         ({"user": "\ud800"}, 400, "body: not valid JSON ('utf-8' codec can't encode character"),
