@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gptmini.cli.attention_maps import SUMMARY, compute_attention_weights, summarize_heads
+from gptmini.cli.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.extras.page.export import build_page
 from gptmini.generate.filters import filter_probabilities
 from gptmini.generate.run import Run
@@ -374,7 +374,7 @@ def test_the_record_is_what_pytorch_computes(visit, shape):
     heads = tab.evaluate("summarizeHeads(opened.gpt, reader.record)")
     for layer, summaries in enumerate(summarize_heads(weights).tolist()):
         for head, expected in enumerate(summaries):
-            values = [heads[layer][head][name] for name in SUMMARY[:3]]  # without the entropy
+            values = [heads[layer][head][name] for name in ("previous", "first", "itself")]
             assert values == pytest.approx(expected[:3], abs=1e-5)
     stream = tab.evaluate("Array.from(reader.record.at(-1).x)")
     assert stream == pytest.approx(seen["final_norm<"][0, -1].tolist(), abs=1e-4)
