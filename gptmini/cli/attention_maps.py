@@ -42,7 +42,8 @@ class AttentionView:
         parts = [
             self.format_table(),
             "previous, first, itself: mean weight that a token gives to the one before it, to the\n"
-            "first and to itself; entropy, in nats: 0 = all on one token, 2.1 = evenly on eight",
+            "first and to itself, which overlap at the beginning; entropy, in nats: 0 = all on\n"
+            "one token, 2.1 = evenly on eight",
         ]
         if len(self.layers) > 1 or self.head is None:
             more = "for the weights of one head: --layer N --head N"

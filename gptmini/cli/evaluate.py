@@ -99,8 +99,8 @@ def _format_evaluation(facts: dict[str, Any]) -> str:
         f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes",
     ]
     for name, figure in facts["compressors"].items():
-        lines.append(f"for scale: the compressor {name} needs {figure:.2f} bits per byte")
+        lines.append(f"for scale      {figure:.2f} bits per byte by {name}, a compressor")
     if facts["copied"] is not None:
         share = f"{100 * facts['copied']:.1f} %"
-        lines.append(f"copied         {share} of it stands in the training text word for word")
+        lines.append(f"copied         {share} of the held-out text stands in the training text")
     return "\n".join(lines)

@@ -252,9 +252,7 @@ def choose_out(
     if attention:
         name += f"-{attention.replace(':', '')}"
     if base:
-        other = base.resolve().name  # of an earlier form of the text: the next number
-        same = re.fullmatch(rf"{re.escape(name)}(?:-from-.*|-(\d+))?", other)
-        name += f"-{int(same[1] or 1) + 1}" if same else f"-from-{other}"
+        name += f"-from-{base.resolve().name}"
     return RUNS_FOLDER / name
 
 

@@ -112,7 +112,7 @@ def _show_sample(trained: "Training", is_converted: bool) -> None:
         _show_rules(trained)
     name = quote(trained.run.path)
     start = trained.config.sample.start or ""
-    prompt = quote(start) if len(start) > 1 else "TEXT"
+    prompt = quote(start) if len(start.strip()) > 1 else "TEXT"
     use = f"chat {name}" if trained.corpus.has_ignored else f"generate {name} --prompt {prompt}"
     say(f"try it:         gptmini {use}")
     say(f"look inside:    gptmini inspect {name} --prompt {prompt} --out page.html")
@@ -131,7 +131,8 @@ def _show_rules(trained: "Training") -> None:
 
     run = load_run(trained.run.path, trained.compute.device.type, "float32")
     rules = measure_rules(run.model, run.tokenizer)
-    say("rules it has learnt: how often it finds the [word], and how often one would by chance:")
+    say("rules it has learnt: how often its first choice is the [word], and how often by chance;")
+    say("the text above is drawn at random, so it errs more often:")
     say("")
     for line in format_rules(rules):
         say(f"  {line}")

@@ -171,8 +171,8 @@ def find_request(run: Path) -> Path:
     file = run / "request.yaml"
     if not file.is_file():
         raise ConfigError(
-            f"{run}: imported or too old, so it cannot be resumed; begin a new run with "
-            f"--from {quote(run)}"
+            f"{run}: imported, of a loop of your own or too old, so it cannot be resumed; begin a "
+            f"new run with --from {quote(run)}"
         )
     return file
 

@@ -339,7 +339,7 @@ def _report_files(path: str, n_files: int, problems: dict[Path, str]) -> None:
     # Of records if there are any, as among a thousand pictures nobody would see them.
     by_kind = sorted(problems, key=lambda file: find_format(file.name)[0] == "text")
     if not n_files and problems:
-        raise DataError(f"{path}: no text found, only such as {problems[by_kind[0]]}")
+        raise DataError(f"{path}: no text in it, but {problems[by_kind[0]]}")
     if not n_files:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "

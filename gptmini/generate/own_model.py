@@ -111,6 +111,8 @@ def check_own_model(model: GPT) -> None:
             f"`mask` (docs/own-attention.md)"
         )
     asked = copy.deepcopy(model).eval()
+    with torch.inference_mode():  # an error of its own is none of the cache
+        asked(torch.zeros(1, 2, dtype=torch.long, device=model.device))
     reached = [""]
     for layer, block in enumerate(asked.blocks):
         block.register_forward_pre_hook(
@@ -120,15 +122,13 @@ def check_own_model(model: GPT) -> None:
         )
     try:
         difference = _measure_difference(asked)
-        problem = "" if difference <= TOLERANCE else f"logits differ by {difference:.0%}"
+        differs = f"cached and uncached logits differ by {difference:.0%}"
+        problem = "" if difference <= TOLERANCE else differs
     except Exception as error:  # modules of your own may raise anything
-        problem = f"{reached[-1]}{type(error).__name__}: {error}"
+        problem = f"fails with a KV cache: {reached[-1]}{type(error).__name__}: {error}"
     model.uses_cache = not problem
     if problem:
-        warn(
-            f"model: cached and uncached logits differ ({problem}); generating without a KV "
-            f"cache, which is slower"
-        )
+        warn(f"model: {problem}; generating without a KV cache, which is slower")
 
 
 @torch.inference_mode()

@@ -226,6 +226,8 @@ class Run:
         """
         if not isinstance(prompt, list):
             return "".join(self.stream(prompt, **settings))
+        if not prompt:
+            return []
         settings.setdefault("numbers", [0] * len(prompt))  # that of a prompt alone
         return [text.text for text in self.start(prompt, **settings).finish()]
 

@@ -289,6 +289,6 @@ def _to_tensor(name: str, value: object) -> tuple[str, Tensor]:
         dtype = torch.float64 if isinstance(value, float) else None
         return name + NUMBER, torch.tensor(value, dtype=dtype)
     raise ConfigError(
-        f"optimizer: a checkpoint cannot hold its {name}, a {type(value).__name__}; keep tensors "
+        f"optimizer: a checkpoint cannot hold its {name} ({type(value).__name__}); keep tensors "
         f"and numbers"
     )

@@ -133,7 +133,7 @@ def prepare_tokens(request: Request, text: TrainingText, steps: int | None) -> C
     corpus = encode_text(text, _shorten_open_rows(request, config), tokenizer=tokenizer)
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert request.run is not None  # the text is prepared in the very tokenizer of a base
-        raise DataError(describe_edited_text(request.stated, request.run))
+        raise DataError(describe_edited_text(config.data.path, request.run))
     return corpus
 
 

@@ -101,7 +101,7 @@ class Machine:
         chosen = 0
         if seconds[-1] < MAX_SHARE_OF_TIME_WITH_ONE_THREAD * seconds[0]:
             chosen = 1
-            say(f"  threads   1 of {computes[0].threads} CPU threads, as a step is faster with it")
+            say(f"  threads   1 of {computes[0].threads} CPU threads, as steps are faster with one")
         machine = replace(self, compute=computes[chosen])
         return replace(machine, slowness=seconds[chosen] / machine.predict_step(config))
 

@@ -1,12 +1,13 @@
 """How far a run has come: what a checkpoint says of it beside its tensors."""
 
+import itertools
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gptmini.config.settings import Config
 from gptmini.console import quote
 
 
@@ -20,8 +21,8 @@ class Progress:
     was imported, such as hf:OWNER/NAME@COMMIT or a path, also for runs that began from that;
     `own_model` says that it was trained with a custom model, which no configuration describes,
     `own_logits` are a few of those that it began with, and `own_optimizer` is the class of a custom
-    optimizer, and its settings; `saw_held_out` says that its base may have been trained on text
-    that is now held out.
+    optimizer, and its settings, `own_parts` the names of other custom parts; `saw_held_out` says
+    that its base may have been trained on text that is now held out.
     """
 
     corpus: str
@@ -42,6 +43,7 @@ class Progress:
     own_model: bool = False
     own_logits: list[float] = field(default_factory=list)
     own_optimizer: str = ""
+    own_parts: list[str] = field(default_factory=list)
     saw_held_out: bool = False
 
     def to_metrics(self) -> dict[str, Any]:
@@ -54,15 +56,13 @@ def describe_changed_text(paths: list[str], run: Path, remedy: str) -> str:
     return f"{', '.join(paths)}: the text has changed since {run} began; {remedy}"
 
 
-def describe_edited_text(stated: Config, run: Path) -> str:
-    """Return that message with the command that learns the text for as long as was `stated`."""
-    paths = stated.data.path
-    words = ["--from", run, *(word for path in paths for word in ("--data", path))]
-    length = "steps" if stated.train.minutes is None else "minutes"
-    if length in stated.train.model_fields_set:
-        words += [f"--{length}", f"{getattr(stated.train, length):.12g}"]
-    command = " ".join(["gptmini train", *map(quote, words)])
-    return describe_changed_text(paths, run, f"to learn it from this model: {command}")
+def describe_edited_text(paths: list[str], run: Path) -> str:
+    """Return that message with the name of a run that does not exist yet, for the new text."""
+    name, number = re.fullmatch(r"(.*?)(?:-(\d+))?", run.name).groups()  # type: ignore[union-attr]
+    names = (f"{name}-{each}" for each in itertools.count(int(number or 1) + 1))
+    new = next(each for each in names if not run.with_name(each).exists())
+    remedy = f"to train a new model of it, pass --out {quote(run.with_name(new))}"
+    return describe_changed_text(paths, run, remedy)
 
 
 def describe_own_model(run: Path, remedy: str) -> str:

@@ -157,4 +157,5 @@ def _start_progress(plan: Plan, own: CustomParts, optimizer: Optimizer) -> Progr
         own_model=own.model is not None,
         own_logits=measure_start(own.model, plan.config.model) if own.model else [],
         own_optimizer=optimizer.given,
+        own_parts=own.list_unsaved(),
     )

@@ -135,7 +135,8 @@ def _restore(training: Training, existing: Config, checkpoint: Checkpoint) -> No
 def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
-    older: dict[str, Any] = {"own_logits": [], "saw_held_out": False}  # runs lack these
+    now = training.progress
+    older = {"own_logits": [], "saw_held_out": False, "own_parts": now.own_parts}  # runs lack these
     state = older | checkpoint.state
     try:
         saved = Progress(**{each.name: state[each.name] for each in fields(Progress)})
@@ -152,15 +153,18 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
         raise ConfigError(describe_own_model(run.path, remedy))
     if training.own.model is not None and not saved.own_model:
         raise ConfigError(f"{run.path}: was begun with gptmini's model; choose another out")
-    check_same_start(run.path, saved.own_logits, training.progress.own_logits)
-    before, now = (each.own_optimizer.split(" ")[0] for each in (saved, training.progress))
-    if saved.step > 0 and before != now:
+    check_same_start(run.path, saved.own_logits, now.own_logits)
+    old_parts, parts = (
+        [each.own_optimizer.split(" ")[0] or "gptmini's optimizer", *each.own_parts]
+        for each in (saved, now)
+    )
+    if saved.step > 0 and old_parts != parts:
         raise ConfigError(
-            f"{run.path}: was trained with {before or 'the optimizer of gptmini'}; pass the same "
-            f"one to gptmini.fit, or choose another out"
+            f"{run.path}: was trained with {', '.join(old_parts)}, not {', '.join(parts)}; pass "
+            f"the same parts to gptmini.fit, or choose another out"
         )
-    if saved.corpus != training.progress.corpus:
-        raise DataError(describe_edited_text(training.plan.request.stated, run.path))
+    if saved.corpus != now.corpus:
+        raise DataError(describe_edited_text(training.config.data.path, run.path))
     return saved
 
 

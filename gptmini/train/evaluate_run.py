@@ -61,8 +61,8 @@ def load_text(run: Run, data: list[str]) -> list[TokenFile]:
     settings = run.config.data.model_copy(update={"path": data})
     tokens = prepare_text(settings, run.tokenizer)
     if has_same_text(run.config.data, run.corpus, data):
-        remedy = "leave out --data, or give a text that it has not read"
-        warn(f"{list_some(data)}: {run.path} was trained on it, so this flatters; {remedy}")
+        known = f"{list_some(data)}: {run.path} was trained on it"
+        warn(f"{known}, so this looks better than it is; give a text that it has not read")
     return [tokens]
 
 
@@ -163,8 +163,8 @@ def evaluate_held_out(
     They are kept if windows lie side by side and all of them are of the weights as trained.
     """
     if run.state.get("saw_held_out"):
-        known = "its base may have been trained on some of this text, so this flatters"
-        warn(f"{run.path}: {known}; give a text that neither has read with --data")
+        known = f"{run.path}: its base may have been trained on some of this text"
+        warn(f"{known}, so this looks better than it is; give a text that neither has read")
     texts = get_held_out(corpus, split)
     evaluation = evaluate_run(run, texts, batch_size, stride)
     if STORIES in run.config.data.path:

@@ -22,11 +22,14 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     read = training.config.train.eval_tokens
     part = f"{read:,} tokens of " if read and read < training.corpus.held_out else ""
     say("  loss      error in guessing the next token; lr: learning rate; tok/s: tokens a second")
-    say(f"  val       the loss on {part}the held-out text, which this run never trains on")
+    data = training.config.data
+    is_end = data.split == "tail" and data.validation_path is None
+    held_out = "the end of the text, held out" if is_end else "the held-out text"
+    say(f"  val       the loss on {part}{held_out}: this run never trains on it")
     if training.progress.saw_held_out:
         warn(
             f"{training.config.base.run}: may have been trained on some of what is held out now, "
-            f"so val flatters; to hold out new text, add --set data.validation_path=FILE"
+            f"so val looks better than it is; data.validation_path can hold out another text"
         )
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
@@ -108,19 +111,25 @@ def _describe_time(training: Training) -> str:
     length = format_count(train.steps, "step")
     is_text_short = has_too_short_text(training)
     if train.minutes is not None and training.steps_follow_minutes and not is_text_short:
-        length = f"about {format_count(train.minutes, 'minute')}"
+        left = format_duration(max(1, 60 * train.minutes - training.progress.elapsed))
+        minutes = format_count(train.minutes, "minute")
+        length = f"about {left} more" if training.step else f"about {minutes}"
     elif machine.slowness is not None:
-        seconds = train.steps * machine.estimate_seconds_per_step(training.config)
+        seconds = (train.steps - training.step) * machine.estimate_seconds_per_step(training.config)
         length = f"about {format_duration(max(1, seconds))}: {length}"
-    epochs = count_epochs(training.config, training.plan.text_size)
-    line = f"  time      {length}, reading the text {epochs:.1f} times"
+    line = f"  time      {length}"
+    if training.own.batches is None:
+        epochs = count_epochs(training.config, training.plan.text_size)
+        line += f", reading the text {epochs:.1f} times"
     if is_text_short:
         line += "; more often would make the model worse"
     if training.step:
         line += f"; resuming after step {training.step:,}"
     existing = training.plan.request.existing
     if existing is not None and existing.train.steps < train.steps:
-        has_cooled = get_cooldown_steps(existing.train) > existing.train.steps - training.step
+        has_cooled = training.own.schedule is None and (
+            get_cooldown_steps(existing.train) > existing.train.steps - training.step
+        )
         line += "; the learning rate rises again, and so may val at first" if has_cooled else ""
     return line
 

@@ -99,8 +99,8 @@ def describe_how_to_continue(training: Training) -> str:
     if not training.is_better_than_base:
         return (
             f"fine-tuning did not help: no evaluation was better than {training.config.base.run}, "
-            f"whose weights this run has; use more text, lower {_name_rates(training)} with "
-            f"another --out, or train a new model without --from"
+            f"whose weights this run has; with another --out, leave out --from for a new model, or "
+            f"lower {_name_rates(training)}"
         )
     if training.step >= settings.steps or best is None:
         if has_too_short_text(training):

@@ -5,6 +5,7 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from contextlib import AbstractContextManager, ExitStack
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gptmini.console import format_count
 from gptmini.errors import ConfigError
 from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:  # so that who reads one update need not read what a whole run
     from gptmini.train.group import Group
 
 FIRST_LOSS_SCALE = 2.0**16  # in float16
+# The arguments that parts of your own get; the optimizer's is checked when it is made.
+ARGUMENTS = {"model": 1, "loss": 3, "schedule": 1, "batches": 1, "on_step": 2}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,21 @@ class CustomParts:
     schedule: Callable[[int], float] | None = None
     batches: Callable[[int], tuple[Tensor, Tensor]] | None = None
     on_step: Callable[[int, dict[str, Any]], object] | None = None
+
+    def __post_init__(self) -> None:
+        """ConfigError for a part that cannot be called with its arguments."""
+        for name, count in ARGUMENTS.items():
+            part = getattr(self, name)
+            try:
+                if part is not None:
+                    inspect.signature(part).bind(*range(count))
+            except TypeError as error:
+                of_what = format_count(count, "argument")
+                raise ConfigError(f"{name}: must be a function of {of_what} ({error})") from error
+
+    def list_unsaved(self) -> list[str]:
+        """List the parts of which a checkpoint has only the names."""
+        return [name for name in ("loss", "schedule", "batches") if getattr(self, name) is not None]
 
 
 @dataclass

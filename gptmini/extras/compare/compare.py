@@ -245,9 +245,10 @@ def train_all(planned: list[TrainingRun], split: Split) -> dict[str, list[Path]]
     n_seeds = len({run.config.train.seed for run in planned})
     minutes = first.config.train.minutes
     length = format_count(minutes or first.config.train.steps, "minute" if minutes else "step")
+    length += " per run" if minutes else " per run or as many tokens"
     say(
         f"compare: training {', '.join(names)} in turn, {format_count(n_seeds, 'seed')} each, "
-        f"{length} per run; Ctrl-C stops, the same command resumes"
+        f"{length}; Ctrl-C stops, the same command resumes"
     )
     paths: dict[str, list[Path]] = {}
     for number, run in enumerate(planned, 1):

@@ -225,5 +225,5 @@ def describe_differences(variants: list[Variant]) -> list[str]:
         corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
         lines.append(f"± 95 % and p: over seeds{corrected}; pairs: of equal seed")
     if min(len(variant.runs) for variant in variants) < 3:
-        lines.append("below 3 seeds a difference may be luck, and unresolved is not equal")
+        lines.append("with fewer than 3 seeds a verdict may be luck, and unresolved is not equal")
     return lines

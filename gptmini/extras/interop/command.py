@@ -78,8 +78,10 @@ def _export_page(path: Path, out: Path, weights: str | None) -> None:
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
     print(out)
     texts = run.config.data.validation_path or run.config.data.path
-    opening = f"{len(page.held_out)} held-out characters of {', '.join(texts)}"
-    say(f"it opens on {opening if page.held_out else 'no text of yours'}")
+    opening = "no text, as the training text has changed or is gone"
+    if page.held_out:
+        opening = f"{len(page.held_out)} held-out characters of {', '.join(texts)}"
+    say(f"it opens on {opening}")
     say("open it in a browser; it needs no network and no other file")
 
 

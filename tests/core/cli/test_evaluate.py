@@ -35,7 +35,7 @@ def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained
     assert 0 < facts["accuracy"] < 1
     assert list(facts["compressors"]) == ["xz", "PPMd"]
     for name, figure in facts["compressors"].items():
-        assert f"\nfor scale: the compressor {name} needs {figure:.2f} bits per byte" in words
+        assert f"\nfor scale      {figure:.2f} bits per byte by {name}, a compressor" in words
 
 
 def test_compressors_are_a_scale_for_the_held_out_text(gptmini, tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_text_that_the_run_was_trained_on_is_not_measured_without_a_warning(tr
     texts = {"./text.txt": True, "book": True, "copy.txt": True, "other.txt": False}
     for text, is_own in texts.items():
         code, _, err = trained("evaluate", "--data", text)
-        warning = f"warning: {text}: runs/a was trained on it, so this flatters; leave out --data"
+        warning = f"warning: {text}: runs/a was trained on it, so this looks better than it"
         assert (code, warning in err) == (0, is_own), err
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -16,10 +15,7 @@ import torch
 from gptmini import load
 from gptmini.cli import app
 from gptmini.cli.options import choose_out
-from gptmini.config.load import validate
-from gptmini.config.settings import Config
 from gptmini.errors import ConfigError
-from gptmini.runs.progress import describe_edited_text
 from gptmini.train import loop
 from gptmini.train.api import fit
 from tests.support import SMALL, WORDS
@@ -90,18 +86,6 @@ def test_a_text_may_stand_in_the_place_of_a_configuration(gptmini, text_file: Pa
 )
 def test_a_run_has_a_name_that_no_shell_needs_quoted(text, name):
     assert choose_out(None, text) == Path("runs", name)
-
-
-def test_a_text_that_is_edited_again_and_again_gets_runs_with_numbers():
-    names = [
-        ("my.txt", "my", "my-2"),
-        ("my.txt", "my-9", "my-10"),
-        ("my.txt", "my-from-gpt2", "my-2"),
-        ("my-2.txt", "my-2", "my-2-2"),
-        ("other.txt", "my-2", "other-from-my-2"),
-    ]
-    for text, base, name in names:
-        assert choose_out(None, text, base=Path("runs", base)) == Path("runs", name)
 
 
 def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
@@ -238,25 +222,27 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     assert "train.lr: 0.012 in runs/text, now 0.0001" in err
 
 
-def test_a_text_that_was_edited_is_learnt_by_the_command_in_the_message(gptmini):
+def test_a_text_that_was_edited_gets_a_new_run_by_the_option_in_the_message(gptmini):
     for text in (WORDS * 40, f"New words. {WORDS * 40}"):
         Path("My Draft.txt").write_text(text)
         code, _, err = gptmini("train", "My Draft.txt", *SMALL)
-    assert (code, "My Draft.txt: the text has changed since runs/my-draft began; " in err) == (3, 1)
-    _, *words = shlex.split(err.partition("to learn it from this model: ")[2])
-    assert words == ["train", "--from", "runs/my-draft", "--data", "My Draft.txt", "--steps", "4"]
-    code, _, err = gptmini(*words)
+    said = (
+        "My Draft.txt: the text has changed since runs/my-draft began; to train a new model of it, "
+    )
+    assert (code, f"{said}pass --out runs/my-draft-2" in err) == (3, 1)
+    assert gptmini("train", "My Draft.txt", *SMALL, "--out", "runs/my-draft-2")[0] == 0
+    assert "pass --out runs/my-draft-3" in gptmini("train", "My Draft.txt", *SMALL)[2]
+    Path("My Draft.txt").write_text(f"Newer words. {WORDS * 40}")
+    repeated = gptmini("train", "My Draft.txt", *SMALL, "--out", "runs/my-draft-2")
+    assert (
+        "since runs/my-draft-2 began; to train a new model of it, pass --out runs/my-draft-3"
+        in (repeated[2])
+    )
+    code, _, err = gptmini("train", "--from=runs/my-draft", "--data=My Draft.txt", "--steps=4")
     assert (code, "warning: runs/my-draft: may have been trained on some of what" in err) == (0, 1)
-    code, _, err = gptmini("evaluate", "runs/my-draft-2")
-    assert (code, "warning: runs/my-draft-2: its base may have been trained on" in err) == (0, 1)
+    code, _, err = gptmini("evaluate", "runs/my-draft-from-my-draft")
+    assert (code, "its base may have been trained on some of this text" in err) == (0, 1)
     assert "its base may know the held-out text" in gptmini("runs")[1]
-
-
-def test_a_text_that_was_edited_is_learnt_for_as_many_minutes():
-    stated = validate({"data": {"path": ["a b", "c"]}, "train": {"minutes": 2.5}}, {})
-    said = describe_edited_text(stated, Path("runs/a"))
-    assert said.endswith(": gptmini train --from runs/a --data 'a b' --data c --minutes 2.5")
-    assert describe_edited_text(Config(), Path("a")).endswith("--from a --data builtin:stories")
 
 
 def test_a_base_is_suspected_only_of_text_that_it_may_have_seen(gptmini, text_file: Path):
@@ -295,9 +281,12 @@ def test_fine_tuning_that_only_harms_says_that_the_base_is_the_best(gptmini, tex
     assert (code, out, err.count("fine-tuning did not help")) == (0, "", 1)
     last = err.splitlines()[-1]
     assert last.startswith("ended at step 4: fine-tuning did not help: no evaluation was better ")
-    assert "than runs/text, whose weights this run has; use more text, lower train.muon_lr" in last
+    assert (
+        "than runs/text, whose weights this run has; with another --out, leave out --from for"
+        in last
+    )
     assert "already finished at step 4; fine-tuning did not help" in gptmini(*words)[2]
-    tuned, base = (load(f"runs/{name}").model.state_dict() for name in ("text-2", "text"))
+    tuned, base = (load(f"runs/{name}").model.state_dict() for name in ("text-from-text", "text"))
     assert all(torch.equal(tuned[name], tensor) for name, tensor in base.items())
 
 

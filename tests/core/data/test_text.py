@@ -95,7 +95,7 @@ def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
         assert each[0] == f"  {folder}/cover.jpg: {problem}"
     with pytest.raises(DataError, match=r"cover.jpg: binary data, not plain text; unpack"):
         texts(str(folder / "cover.jpg"))
-    with pytest.raises(DataError, match=r"no text found, only such as .*jpg: binary data, not"):
+    with pytest.raises(DataError, match=r"no text in it, but .*jpg: binary data, not"):
         texts(f"{folder}/*.jpg")
 
 

@@ -45,6 +45,7 @@ def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
     text = run.generate("the ", max_new_tokens=30, top_k=None)
     assert text == "".join(run.stream("the ", max_new_tokens=30, top_k=None))
     assert text != run.generate("the ", max_new_tokens=30, top_k=None, seed=2)
+    assert run.generate([]) == []
     with pytest.raises(ConfigError, match=r"sample.temperature: must be at least 0"):
         run.generate("x", temperature=-1.0)
 

@@ -118,7 +118,7 @@ def test_one_thread_computes_where_all_are_slower(monkeypatch, capsys, busy, thr
     seconds = 0.16 if threads == 1 else 0.08 * busy
     assert machine.estimate_seconds_per_step(config) == pytest.approx(seconds)
     assert (
-        "  threads   1 of 2 CPU threads, as a step is faster with it\n" in capsys.readouterr().err
+        "  threads   1 of 2 CPU threads, as steps are faster with one\n" in capsys.readouterr().err
     ) == warned
 
 

@@ -285,8 +285,9 @@ def test_plain_numbers_of_an_optimizer_are_saved_and_resumed(text_file, tmp_path
     fit("stopped", 3)
     stopped = fit("stopped", 6)
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
-    with pytest.raises(ConfigError, match=r"cannot hold its .*/kept, a list; keep tensors"):
+    with pytest.raises(ConfigError, match=r"cannot hold its .*/kept \(list\); keep tensors"):
         fit("list", 3, kept=[1])
+    assert not RunDirectory(tmp_path / "list").list_steps()  # after one step, not after three
 
 
 def test_a_run_is_resumed_with_the_optimizer_that_it_was_trained_with(text_file, tmp_path):
@@ -295,7 +296,7 @@ def test_a_run_is_resumed_with_the_optimizer_that_it_was_trained_with(text_file,
         gptmini.fit(asked(text_file), tmp_path / name, optimizer=optimizer)
     longer = asked(text_file) | {"train": {**TINY["train"], "steps": 9}}
     for name, other in (("momentum", None), ("plain", momentum), ("momentum", Slowing)):
-        with pytest.raises(ConfigError, match=rf"{name}: was trained with .*; pass the same one"):
+        with pytest.raises(ConfigError, match=rf"{name}: was trained with .*; pass the same parts"):
             gptmini.fit(longer, tmp_path / name, optimizer=other)
     assert gptmini.fit(longer, tmp_path / "momentum", optimizer=momentum).state["step"] == 9
 
@@ -323,6 +324,22 @@ def test_the_rates_of_ones_own_optimizer_are_the_peaks(text_file, tmp_path):
     }
     gptmini.fit(config, tmp_path / "own", optimizer=build, schedule=lambda _: 0.6, on_step=record)
     assert rates[4] == pytest.approx((0.6, 0.6, 0.25))
+
+
+def test_a_run_is_resumed_with_the_parts_that_no_checkpoint_holds(text_file, tmp_path):
+    def average(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return model(tokens, targets)
+
+    parts = {"loss": average, "schedule": lambda step: 0.01}
+    gptmini.fit(asked(text_file), tmp_path / "run", **parts)
+    longer = asked(text_file) | {"train": {**TINY["train"], "steps": 9}}
+    for fewer in ({}, {"loss": average}):
+        said = (
+            "was trained with gptmini's optimizer, loss, schedule, not gptmini's optimizer.*; pass"
+        )
+        with pytest.raises(ConfigError, match=said):
+            gptmini.fit(longer, tmp_path / "run", **fewer)
+    assert gptmini.fit(longer, tmp_path / "run", **parts).state["step"] == 9
 
 
 def test_another_setting_of_the_optimizer_is_noticed_on_resuming(text_file, tmp_path, capfd):
@@ -370,6 +387,7 @@ def test_an_optimizer_holds_the_weights_of_the_model(text_file, tmp_path, capfd)
 
 
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
+STALE = GPT(ModelConfig(n_layer=1, n_head=1, d_model=8, context_length=16, vocab_size=257))
 WRONG_PARTS = {
     "class": ({"optimizer": torch.optim.AdamW}, "must be a function .* not iterable"),
     "instance": ({"optimizer": momentum(torch.nn.Linear(1, 1))}, "must be a function"),
@@ -391,6 +409,10 @@ WRONG_PARTS = {
     "no loss": ({"loss": lambda model, tokens, targets: None}, "must return a tensor of shape"),
     "number": ({"loss": lambda *given: given[0](*given[1:]).item()}, "must return a tensor"),
     "detached": ({"loss": lambda *given: given[0](*given[1:]).detach()}, "has a gradient"),
+    "stale": ({"loss": lambda *given: STALE(*given[1:])}, "does not depend on the weights"),
+    "word": ({"schedule": "cosine"}, "a function of 1 argument .'cosine' is not a callable object"),
+    "loader": ({"batches": [TOKENS]}, "must be a function of 1 argument"),
+    "two": ({"loss": lambda model, tokens: model(tokens)}, "a function of 3 arguments .too many"),
     "losses": ({"loss": lambda model, tokens, _: model(tokens)}, "must return a tensor of sh"),
 }
 

@@ -56,7 +56,8 @@ def test_comparing_twice_resumes_rather_than_retrains(gptmini, text_file, tmp_pa
     code, out, err = gptmini(*WORDS)
     assert code == 0, err
     assert err.startswith(
-        "compare: training mha, window:4 in turn, 2 seeds each, 4 steps per run; Ctrl-C stops"
+        "compare: training mha, window:4 in turn, 2 seeds each, 4 steps per run "
+        "or as many tokens; Ctrl-C stops"
     )
     folder = tmp_path / "runs" / "compare"
     runs = [folder / name / f"seed-{seed}" for name in ("mha", "window4") for seed in (1337, 1338)]

@@ -37,7 +37,7 @@ def test_verdicts_distinguish_a_difference_from_the_spread():
     (row,) = differences(variant("a", 2.0), variant("b", 3.0))
     assert row == ["b", "+1.0000", "", "", "1+1", "one run: spread unknown"]
     text = variants.format_comparison([variant("a", 2.0), variant("b", 3.0)])
-    few = "below 3 seeds a difference may be luck, and unresolved is not equal"
+    few = "with fewer than 3 seeds a verdict may be luck, and unresolved is not equal"
     assert text.endswith(f"\n\n{few}")
     assert few not in variants.format_comparison([first, first])
 

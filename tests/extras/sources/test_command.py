@@ -87,6 +87,6 @@ def test_evaluate_says_how_much_of_the_held_out_text_is_copied(gptmini, run):
     (line,) = (line for line in out.splitlines() if line.startswith("copied"))
     share = json.loads(gptmini("evaluate", run, "--json")[1])["copied"]
     assert 0.9 < share < 1  # the same sentence, with other numbers
-    assert f"{100 * share:.1f} % of it stands in the training text" in line
+    assert f"{100 * share:.1f} % of the held-out text stands in the training text" in line
     Path("a.txt").write_text("another text " * 50)
     assert json.loads(gptmini("evaluate", run, "--data", "a.txt", "--json")[1])["copied"] is None
