@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def chat(
     run: RunName = None,
     prompt: str | None = option(
-        None, "TEXT", "Ask this alone; without it, type messages.", **WRITING
+        None, "TEXT", "Message to answer; without it, type messages.", **WRITING
     ),
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,

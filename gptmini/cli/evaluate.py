@@ -31,7 +31,7 @@ def evaluate(
     ),
     batch_size: int = option(16, "N", "Windows per batch; lower it if memory runs out.", min=1),
     split: Literal["validation", "test"] = option(
-        "validation", "PART", "Held-out part of its own text; test needs data.test."
+        "validation", "PART", "Held-out part of the run's own text; test needs data.test."
     ),
     weights: WeightsType = "float32",
     device: Device = "auto",

@@ -59,9 +59,9 @@ _CONFIG_HELP = "A text, a YAML file, a name in configs/, or a run."
 _DATA_HELP = "Text: file, folder, '*.txt', - (stdin), builtin:stories or hf:OWNER/NAME; repeatable."
 _SET_HELP = "Any setting, such as train.seed=2; repeatable. See gptmini settings."
 _ATTENTION_HELP = "mha, mqa, gqa:N (KV heads), window:N (last N positions) or gqa:N+window:N."
-_MINUTES_HELP = "Train for X minutes in all; sizes you left open fit them."
+_MINUTES_HELP = "Train for X minutes in all; picks the sizes you left open."
 _THREADS_HELP = "CPU threads; 1 may be faster while other programs are busy."
-_BASE_HELP = "Fine-tune this run: start a new one from its best weights."
+_BASE_HELP = "Run to fine-tune; the new run starts from its best weights."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
@@ -83,7 +83,7 @@ WeightsType = Annotated[
     str, option(..., "TYPE", "Precision: float32, bfloat16, or int8 if memory is short.")
 ]
 MaxNewTokens = Annotated[
-    int | None, option(..., "N", "Tokens at most; raise it if texts break off.", **WRITING)
+    int | None, option(..., "N", "New tokens at most; raise it if texts break off.", **WRITING)
 ]
 _TEMPERATURE_HELP = "Lower it if texts ramble, raise it if they repeat; 0: greedy."
 _SAMPLE_HELP = "Any other setting, such as sample.top_k=20; see gptmini settings sample."

@@ -54,7 +54,7 @@ def train(
 ) -> None:
     """Train a model on a text, or resume a run.
 
-    Without CONFIG and --data, it learns little built-in stories for two minutes. To resume a
+    Without CONFIG or --data, it trains on the built-in stories for two minutes. To resume a
     stopped run, repeat the command, or give the run directory as CONFIG.
     """
     started = time.perf_counter()
@@ -131,8 +131,8 @@ def _show_rules(trained: "Training") -> None:
 
     run = load_run(trained.run.path, trained.compute.device.type, "float32")
     rules = measure_rules(run.model, run.tokenizer)
-    say("rules it has learnt: how often its first choice is the [word], and how often by chance;")
-    say("the text above is drawn at random, so it errs more often:")
+    say("rules learnt: how often its first choice is the word in [brackets], and how often a guess")
+    say("is right; the text above is sampled at random, so it breaks rules more often:")
     say("")
     for line in format_rules(rules):
         say(f"  {line}")

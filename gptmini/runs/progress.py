@@ -61,7 +61,7 @@ def describe_edited_text(paths: list[str], run: Path) -> str:
     name, number = re.fullmatch(r"(.*?)(?:-(\d+))?", run.name).groups()  # type: ignore[union-attr]
     names = (f"{name}-{each}" for each in itertools.count(int(number or 1) + 1))
     new = next(each for each in names if not run.with_name(each).exists())
-    remedy = f"to train a new model of it, pass --out {quote(run.with_name(new))}"
+    remedy = f"to train a new model on it, pass --out {quote(run.with_name(new))}"
     return describe_changed_text(paths, run, remedy)
 
 

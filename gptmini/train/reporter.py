@@ -99,8 +99,8 @@ def describe_how_to_continue(training: Training) -> str:
     if not training.is_better_than_base:
         return (
             f"fine-tuning did not help: no evaluation was better than {training.config.base.run}, "
-            f"whose weights this run has; with another --out, leave out --from for a new model, or "
-            f"lower {_name_rates(training)}"
+            f"so this run has its weights; with another --out, leave out --from to train a new "
+            f"model, or lower {_name_rates(training)}"
         )
     if training.step >= settings.steps or best is None:
         if has_too_short_text(training):
@@ -136,6 +136,6 @@ def explain_divergence(training: Training) -> Iterator[None]:
         yield
     except DivergedError as error:
         raise DivergedError(
-            f"{training.run.path}: {error} after step {training.step}; nothing of it was saved; "
+            f"{training.run.path}: {error} after step {training.step}; the bad step was not saved; "
             f"lower {_name_rates(training)}, and choose another --out"
         ) from None

@@ -42,11 +42,11 @@ COMPARED: dict[tuple[str, str | None], list[tuple[str, str | None, str]]] = {
         ("the same, float32", "llama.cpp", "float32 / f32"),
     ],
     ("llama", "32 x 32, 16 new"): [
-        ("it continues 32 prompts, bfloat16", "llama.cpp", "bfloat16 / bf16"),
+        ("the same Llama continues 32 prompts, bfloat16", "llama.cpp", "bfloat16 / bf16"),
         ("the same", None, "bfloat16 / peer"),
     ],
     ("llama", "1 x 512, 1 new"): [
-        ("it reads a prompt of 512 tokens, bfloat16", "llama.cpp", "bfloat16 / bf16"),
+        ("the same Llama reads a prompt of 512 tokens, bfloat16", "llama.cpp", "bfloat16 / bf16"),
         ("the same", None, "bfloat16 / peer"),
     ],
     ("generate first token", None): [
@@ -187,9 +187,9 @@ class Results:
         machine = facts["machine"]
         caption = (
             f"Measured on {facts['date']} at commit {facts['commit']} on {machine['cores']} cores "
-            f"({machine['processor']}). Above 1 x gptmini is ahead, below it the other:"
+            f"({machine['processor']}). Above 1 x, gptmini is ahead; below, the other is:"
         )
-        lines = [*textwrap.wrap(caption, 120), "", "| | beside | ratio |", "|---|---|---|"]
+        lines = [*textwrap.wrap(caption, 120), "", "| | compared with | ratio |", "|---|---|---|"]
         # A native build has a version of its own, the wheel that of its package.
         kind = "built natively" if "llama.cpp" in facts["versions"] else "the wheel, built for AVX2"
         for (table, row), comparisons in COMPARED.items():

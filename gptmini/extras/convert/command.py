@@ -11,7 +11,11 @@ def convert(
     run: RunName = None,
     attention: AttentionName = None,
     steps: int | None = option(
-        None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
+        None,
+        "N",
+        "Steps to train after the conversion.",
+        min=1,
+        show_default="a tenth of the original",
     ),
     out: Path | None = option(None, "DIR", "New run directory.", show_default="RUN-ATTENTION"),
 ) -> None:

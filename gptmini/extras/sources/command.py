@@ -22,7 +22,7 @@ def copies(
     run: RunName = None,
     text: str | None = option(None, "TEXT", "Text to look up."),
     file: Path | None = option(None, "FILE", "File with the text; - is stdin."),
-    prompt: str = option("", "TEXT", "Prompt of the text, which is not counted."),
+    prompt: str = option("", "TEXT", "Prompt that the text begins with; not counted."),
     as_json: AsJson = False,
 ) -> None:
     """Show what a text copies from the training text, and where."""

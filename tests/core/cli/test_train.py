@@ -227,7 +227,7 @@ def test_a_text_that_was_edited_gets_a_new_run_by_the_option_in_the_message(gptm
         Path("My Draft.txt").write_text(text)
         code, _, err = gptmini("train", "My Draft.txt", *SMALL)
     said = (
-        "My Draft.txt: the text has changed since runs/my-draft began; to train a new model of it, "
+        "My Draft.txt: the text has changed since runs/my-draft began; to train a new model on it, "
     )
     assert (code, f"{said}pass --out runs/my-draft-2" in err) == (3, 1)
     assert gptmini("train", "My Draft.txt", *SMALL, "--out", "runs/my-draft-2")[0] == 0
@@ -235,7 +235,7 @@ def test_a_text_that_was_edited_gets_a_new_run_by_the_option_in_the_message(gptm
     Path("My Draft.txt").write_text(f"Newer words. {WORDS * 40}")
     repeated = gptmini("train", "My Draft.txt", *SMALL, "--out", "runs/my-draft-2")
     assert (
-        "since runs/my-draft-2 began; to train a new model of it, pass --out runs/my-draft-3"
+        "since runs/my-draft-2 began; to train a new model on it, pass --out runs/my-draft-3"
         in (repeated[2])
     )
     code, _, err = gptmini("train", "--from=runs/my-draft", "--data=My Draft.txt", "--steps=4")
@@ -282,7 +282,7 @@ def test_fine_tuning_that_only_harms_says_that_the_base_is_the_best(gptmini, tex
     last = err.splitlines()[-1]
     assert last.startswith("ended at step 4: fine-tuning did not help: no evaluation was better ")
     assert (
-        "than runs/text, whose weights this run has; with another --out, leave out --from for"
+        "than runs/text, so this run has its weights; with another --out, leave out --from to"
         in last
     )
     assert "already finished at step 4; fine-tuning did not help" in gptmini(*words)[2]

@@ -382,7 +382,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
         monkeypatch.setattr(GPT, "compute_loss", broken)
 
     stop_after(monkeypatch, 5, poison)
-    expected = r"gradient norm nan after step 4; nothing of it was saved; "
+    expected = r"gradient norm nan after step 4; the bad step was not saved; "
     expected += r"lower train\.muon_lr and train\.lr, and choose"
     with pytest.raises(DivergedError, match=expected):
         train(config)
