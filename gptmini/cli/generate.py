@@ -1,6 +1,7 @@
 """`gptmini generate`: continue a prompt with a trained model."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -71,7 +72,8 @@ def generate(
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
-        "stop": stop and [text.replace(r"\n", "\n") for text in stop],  # shells keep the escape
+        # Shells keep the escape; LaTeX has commands that begin like it.
+        "stop": stop and [re.sub(r"\\n(?![a-zA-Z])", "\n", text) for text in stop],
         "seed": seed,
     }
     settings = parse_sampling(sampling, assignments)

@@ -131,8 +131,8 @@ def _show_rules(trained: "Training") -> None:
 
     run = load_run(trained.run.path, trained.compute.device.type, "float32")
     rules = measure_rules(run.model, run.tokenizer)
-    say("rules learnt: how often its first choice is the word in [brackets], and how often a guess")
-    say("is right; the text above is sampled at random, so it breaks rules more often:")
+    say("rules learnt: how often its first choice is the word in [brackets], and how often chance")
+    say("would find it; the text above is sampled at random, so it breaks rules more often:")
     say("")
     for line in format_rules(rules):
         say(f"  {line}")

@@ -22,7 +22,7 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import format_count, show_byte_progress
-from gptmini.data import token_file
+from gptmini.data import hub_dataset, token_file
 from gptmini.data.text import Split, Text, find_text, spool_stdin
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, GptminiError, MachineError, describe_os_error
@@ -100,10 +100,13 @@ def has_same_text(settings: DataConfig, content: str, paths: list[str]) -> bool:
     """
     if not content or "-" in paths:  # which can be read once
         return False
+    if set(settings.path) & set(paths):
+        return True
+    local = [path for path in settings.path if not hub_dataset.is_dataset_name(path)]
     with suppress(GptminiError):  # its own files may be gone
         own, given = (
             {os.path.realpath(file.path) for file in find_text(names, settings).files}
-            for names in (settings.path, paths)
+            for names in (local, paths)
         )
         if own & given:
             return True

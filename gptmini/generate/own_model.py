@@ -95,8 +95,8 @@ def _copy_with_noise(model: GPT) -> GPT:
     return asked
 
 
-def check_own_model(model: GPT) -> None:
-    """Raise ConfigError for a model whose logits depend on later tokens.
+def check_own_model(model: GPT, trains: bool = True) -> None:
+    """Raise ConfigError for a model whose logits depend on later tokens, if it `trains` even then.
 
     Let it generate without a cache, and say so, if it computes something else with one. It asks a
     copy: what a module keeps of a pass in inference mode cannot be trained through.
@@ -104,7 +104,7 @@ def check_own_model(model: GPT) -> None:
     leak = ""
     devices = [model.device] if model.device.type == "cuda" else []
     with suppress(Exception), torch.random.fork_rng(devices):
-        leak = _find_leak(model)
+        leak = _find_leak(model, trains)
     if leak:
         raise ConfigError(
             f"model: {leak} depends on later tokens, so its loss would mean nothing; hide them in "
@@ -112,7 +112,7 @@ def check_own_model(model: GPT) -> None:
         )
     asked = copy.deepcopy(model).eval()
     with torch.inference_mode():  # an error of its own is none of the cache
-        asked(torch.zeros(1, 2, dtype=torch.long, device=model.device))
+        asked(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     reached = [""]
     for layer, block in enumerate(asked.blocks):
         block.register_forward_pre_hook(
@@ -132,7 +132,7 @@ def check_own_model(model: GPT) -> None:
 
 
 @torch.inference_mode()
-def _find_leak(model: GPT) -> str:
+def _find_leak(model: GPT, trains: bool) -> str:
     """Name the first position whose logits change with later tokens, and not without; or ""."""
     asked = _copy_with_noise(model)
     V = model.embed.num_embeddings
@@ -141,8 +141,8 @@ def _find_leak(model: GPT) -> str:
         torch.manual_seed(0)  # for dropout, which is the same in each pass
         return asked(tokens[None])[0]  # (T, V)
 
-    passes = (("", CHECKED_TOKENS), ("", START_TOKENS), ("in training, ", CHECKED_TOKENS))
-    for mode, length in passes:
+    passes = [("", CHECKED_TOKENS), ("", START_TOKENS)]
+    for mode, length in [*passes, ("in training, ", CHECKED_TOKENS)] if trains else passes:
         asked.train(bool(mode))
         T = min(model.config.context_length, length)
         tokens = torch.arange(T, device=model.device) % V  # (T,)

@@ -543,7 +543,7 @@ def load_run(
     net.eval().load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
     if model is not None:
-        check_own_model(net)
+        check_own_model(net, trains=False)
         try:  # these weights under another mask may be a question of yours
             before = checkpoint.state.get("own_logits", [])
             now = before and measure_start(model, config.model)

@@ -167,6 +167,6 @@ def choose_sample_start(config: Config, corpus: Corpus, text: TextSize) -> Confi
     if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
         excerpt = corpus.read_excerpt()
         breaks = re.findall(r"[\r\n]+", excerpt)
-        common = [each for each, _ in Counter(breaks or excerpt).most_common()]
+        common = [each for part in (breaks, excerpt) for each, _ in Counter(part).most_common()]
         start = next((each for each in common if len(corpus.tokenizer.encode(each))), None)
     return config.fill_open({"sample": {"start": start}})

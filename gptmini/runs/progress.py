@@ -58,10 +58,12 @@ def describe_changed_text(paths: list[str], run: Path, remedy: str) -> str:
 
 def describe_edited_text(paths: list[str], run: Path) -> str:
     """Return that message with the name of a run that does not exist yet, for the new text."""
-    name, number = re.fullmatch(r"(.*?)(?:-(\d+))?", run.name).groups()  # type: ignore[union-attr]
-    names = (f"{name}-{each}" for each in itertools.count(int(number or 1) + 1))
-    new = next(each for each in names if not run.with_name(each).exists())
-    remedy = f"to train a new model on it, pass --out {quote(run.with_name(new))}"
+    here = run if run.name else run.absolute()
+    name = re.sub(r"-\d+$", "", here.name)
+    number = int(here.name.removeprefix(name).removeprefix("-") or 1)
+    names = (here.with_name(f"{name}-{each}") for each in itertools.count(number + 1))
+    new = next(each for each in names if not each.exists())
+    remedy = f"to train a new model on it, pass another --out, such as {quote(new)}"
     return describe_changed_text(paths, run, remedy)
 
 

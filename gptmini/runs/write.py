@@ -22,15 +22,16 @@ def write_run(
     tokenizer: Tokenizer,
     source: str = "",
     corpus: str = "",
+    saw_held_out: bool = False,
 ) -> None:
     """Write a run, at step 0, with weights that were trained elsewhere; `source` says where.
 
-    `corpus` is the digest of the text that `config` goes on to train it on, if there is one. The
-    weights may be read while they are written: of a large model, no more is in memory than a file
-    of PART_BYTES holds. A kill may leave half of a run, so callers write to a directory that gets
-    its name at the end.
+    `corpus` is the digest of the text that `config` goes on to train it on, if there is one;
+    `saw_held_out` is that of Progress. The weights may be read while they are written: of a large
+    model, no more is in memory than a file of PART_BYTES holds. A kill may leave half of a run, so
+    callers write to a directory that gets its name at the end.
     """
-    progress = Progress(corpus, tokenizer.fingerprint, source=source)
+    progress = Progress(corpus, tokenizer.fingerprint, source=source, saw_held_out=saw_held_out)
     run.create(config, tokenizer, config if corpus else None)
     parts = _split_into_parts(create_undrawn(config.model).state_dict())
     run.check_space(sum(sum(sizes.values()) for sizes in parts))

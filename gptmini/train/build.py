@@ -65,7 +65,7 @@ def build_training(
         model=model,
         compute_loss=choose_loss(model, compute.device, own, group),
         optimizer=optimizer,
-        batches=_open_batches(plan, own, rows),
+        batches=_open_batches(model, plan, own, rows),
         # A block of the step's micro-batches for each rank: a subtree of exact sums.
         micro_batches=list(range(group.rank * n, (group.rank + 1) * n)),
         gradients=group.create_gradients(model, train.reduce, n),
@@ -128,12 +128,12 @@ def _build_optimizer(model: GPT, plan: Plan, own: CustomParts, group: Group) -> 
     return Optimizer.wrap(optimizer, model)
 
 
-def _open_batches(plan: Plan, own: CustomParts, rows: range) -> Batches:
+def _open_batches(model: GPT, plan: Plan, own: CustomParts, rows: range) -> Batches:
     """Open the batches, of which this rank reads some rows."""
     config = plan.config
     train = config.train
     if own.batches is not None:
-        V = plan.corpus.tokenizer.vocab_size
+        V = model.embed.num_embeddings
         return CustomBatches(own.batches, V, config.seq_len, train.batch_size, rows)
     texts = plan.corpus.training
     weights = config.data.weights

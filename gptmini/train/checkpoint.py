@@ -163,6 +163,7 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
             f"{run.path}: was trained with {', '.join(old_parts)}, not {', '.join(parts)}; pass "
             f"the same parts to gptmini.fit, or choose another out"
         )
+    saved.own_parts = now.own_parts
     if saved.corpus != now.corpus:
         raise DataError(describe_edited_text(training.config.data.path, run.path))
     return saved

@@ -27,9 +27,10 @@ def say_header_lines(training: Training, verbose: bool = False) -> None:
     held_out = "the end of the text, held out" if is_end else "the held-out text"
     say(f"  val       the loss on {part}{held_out}: this run never trains on it")
     if training.progress.saw_held_out:
+        base = training.config.base.run or training.run.path
         warn(
-            f"{training.config.base.run}: may have been trained on some of what is held out now, "
-            f"so val looks better than it is; data.validation_path can hold out another text"
+            f"{base}: may have been trained on some of what is held out now, so val looks better "
+            f"than it is; data.validation_path can hold out another text"
         )
     memory = cost.estimate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
@@ -121,14 +122,14 @@ def _describe_time(training: Training) -> str:
     if training.own.batches is None:
         epochs = count_epochs(training.config, training.plan.text_size)
         line += f", reading the text {epochs:.1f} times"
-    if is_text_short:
+    if is_text_short and training.own.batches is None:
         line += "; more often would make the model worse"
     if training.step:
         line += f"; resuming after step {training.step:,}"
     existing = training.plan.request.existing
     if existing is not None and existing.train.steps < train.steps:
         has_cooled = training.own.schedule is None and (
-            get_cooldown_steps(existing.train) > existing.train.steps - training.step
+            get_cooldown_steps(existing.train) > existing.train.steps - training.step + 1
         )
         line += "; the learning rate rises again, and so may val at first" if has_cooled else ""
     return line

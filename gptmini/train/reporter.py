@@ -125,8 +125,9 @@ def describe_stopped(training: Training, signal_number: int) -> str:
 
 def _name_rates(training: Training) -> str:
     """Name what to lower against divergence."""
-    has_muon = training.config.train.optimizer == "muon" and training.own.optimizer is None
-    return "train.muon_lr and train.lr" if has_muon else "the learning rate"
+    if training.own.optimizer is not None or training.own.schedule is not None:
+        return "your learning rate"
+    return "train.muon_lr and train.lr" if training.config.train.optimizer == "muon" else "train.lr"
 
 
 @contextmanager

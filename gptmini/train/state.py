@@ -59,6 +59,8 @@ class CustomParts:
             try:
                 if part is not None:
                     inspect.signature(part).bind(*range(count))
+            except ValueError:  # a function in C may not tell its arguments
+                continue
             except TypeError as error:
                 of_what = format_count(count, "argument")
                 raise ConfigError(f"{name}: must be a function of {of_what} ({error})") from error

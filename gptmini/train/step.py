@@ -46,7 +46,7 @@ def train_step(training: Training) -> dict[str, Any]:
     # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
     if not math.isfinite(total_loss + norm):
         raise DivergedError(f"loss {total_loss:.4g}, gradient norm {norm}")
-    if norm == 0 and total_loss != 0 and training.own.loss is not None:
+    if step == 0 and norm == 0 and total_loss != 0 and training.own.loss is not None:
         problem = "does not depend on the weights of the model"
         raise ConfigError(f"loss: {problem}; compute it with the model that it is given")
     lr = training.compute_rate()

@@ -78,9 +78,11 @@ def run_batched_bench(path: Path, prompts: Tensor, n_new: int) -> float:
     words += ["-c", 1024 * n_rows, "-t", threads, "-fa", "on", "--output-format", "jsonl"]
     command = [f"{LLAMA_CPP}/llama-batched-bench", *map(str, words)]
     lines: list[str] = []
-    while not lines:  # it often ends before its thread for messages has written them
+    for _ in range(20):  # it often ends before its thread for messages has written them
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if lines:
+            break
     found = json.loads(lines[0])
     return found["t_pp"] + (found["t_tg"] if n_new > 1 else 0.0)
 

@@ -193,7 +193,9 @@ def list_warnings(variants: list[Variant]) -> list[str]:
         warnings.append("warning: the rates were chosen on this very part; set data.test to 0.1")
     steps = max(run.step for variant in variants for run in variant.runs)
     if 0 < steps < 100:  # an imported run has made none
-        warnings.append(f"warning: {steps} steps at most; longer training may order them otherwise")
+        warnings.append(
+            f"warning: all were best by step {steps}; longer training may order them otherwise"
+        )
     lengths = sorted({run.seq_len for variant in variants for run in variant.runs})
     if len(lengths) > 1:
         windows = ", ".join(map(str, lengths))

@@ -37,8 +37,15 @@ def convert_run(run: Run, attention: dict[str, Any], steps: int | None, out: Pat
     _check_heads(run, config)
     weights = pool_kv_heads(run.model.state_dict(), config.model)
     with atomic_output(out) as partial:
-        source = run.state.get("source", "")
-        write_run(RunDirectory(partial), config, weights.items(), run.tokenizer, source, run.corpus)
+        write_run(
+            RunDirectory(partial),
+            config,
+            weights.items(),
+            run.tokenizer,
+            run.state.get("source", ""),
+            run.corpus,
+            bool(run.state.get("saw_held_out")),
+        )
     return config
 
 

@@ -314,10 +314,10 @@ def test_the_rates_of_ones_own_optimizer_are_the_peaks(text_file, tmp_path):
 
     built: list[torch.optim.Optimizer] = []
     rates: dict[int, tuple] = {}
-    train = {"steps": 4, "warmup_steps": 2, "cooldown": 0.25, "lr": 0.01, "min_lr": 0.001}
+    train = {"steps": 4, "warmup_steps": 2, "cooldown": 0.5, "lr": 0.01, "min_lr": 0.001}
     config = asked(text_file) | {"train": {**TINY["train"], **train}}
     gptmini.fit(config, tmp_path / "run", optimizer=build, on_step=record)
-    shares = {1: 0.5, 2: 1.0, 3: 1.0, 4: 1.0}
+    shares = {1: 0.5, 2: 1.0, 3: 1.0, 4: 0.55}  # the floor is a tenth
     assert rates == {
         step: pytest.approx((0.3 * share, 0.3 * share, 0.125 * share))
         for step, share in shares.items()

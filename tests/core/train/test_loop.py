@@ -312,9 +312,9 @@ def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys)
         return [line["val_loss"] for line in lines if "val_loss" in line], said
 
     part, said = losses(eval_tokens=100)
-    assert "  val       the loss on 100 tokens of the held-out text" in said
+    assert "  val       the loss on 100 tokens of the end of the text, held out: " in said
     whole, said = losses()
-    assert "  val       the loss on the held-out text" in said
+    assert "  val       the loss on the end of the text, held out: this run" in said
     assert part != whole
     assert part == pytest.approx(whole, abs=0.3)
 

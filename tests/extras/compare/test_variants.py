@@ -48,7 +48,7 @@ def test_hardly_any_training_gets_a_warning():
         for each in (one, two):
             each.runs[0] = replace(each.runs[0], step=steps)
         text = variants.format_comparison([one, two])
-        assert ("warning: 12 steps at most; longer training may order" in text) == is_few
+        assert ("warning: all were best by step 12; longer training may order" in text) == is_few
 
 
 def test_each_further_comparison_asks_for_more():
