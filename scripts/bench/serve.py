@@ -49,7 +49,8 @@ async def load(url: str, prompts: list[list[int]], n_clients: int, n_new: int) -
     """Send all prompts, from `n_clients` clients at a time."""
     found: list[Times] = []
     waiting = iter(enumerate(prompts))
-    limits = httpx.Limits(max_connections=None)
+    # A server may close an idle connection at the moment when a client uses it again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 
         async def one() -> None:
