@@ -30,6 +30,7 @@ class AttentionView:
 
     weights: Tensor
     labels: list[str]
+    n_kv_head: int
     layers: list[int]
     head: int | None
     legend: tuple[str, ...] = ()
@@ -100,7 +101,7 @@ def view_attention(
     weights = compute_attention_weights(run.model, tokens)
     labels = label_tokens(run.tokenizer, tokens)
     legend = explain_labels([run.tokenizer.decode_token(token) for token in tokens])
-    return AttentionView(weights, labels, layers, head, tuple(legend))
+    return AttentionView(weights, labels, config.n_kv_head, layers, head, tuple(legend))
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ def test_parts_of_characters_are_named_and_explained():
 
 def test_one_head_is_shown_as_text():
     def lines(weights: torch.Tensor, labels: list[str], head: int | None = 0) -> list[str]:
-        view = attention_maps.AttentionView(weights[None, None], labels, [0], head)
+        view = attention_maps.AttentionView(weights[None, None], labels, 1, [0], head)
         return view.format_text().splitlines()
 
     weights = torch.tensor([[1.0, 0.0], [0.25, 0.75]])

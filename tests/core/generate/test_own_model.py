@@ -109,7 +109,7 @@ def test_loaded_again_it_evaluates_and_generates_alone_as_in_a_batch(config, cap
     ("attention", "problem"),
     [
         (Forgetful, "cached and uncached logits differ by"),
-        (Larger, "fails with a KV cache: layer 0, x (2, 8, 32): RuntimeError: shape mis"),
+        (Larger, "a trial with a KV cache failed: layer 0, x (2, 8, 32): RuntimeError: shape mis"),
     ],
 )
 def test_one_that_breaks_the_cache_is_told_so_and_generates_without(

@@ -410,8 +410,8 @@ WRONG_PARTS = {
     "number": ({"loss": lambda *given: given[0](*given[1:]).item()}, "must return a tensor"),
     "detached": ({"loss": lambda *given: given[0](*given[1:]).detach()}, "has a gradient"),
     "stale": ({"loss": lambda *given: STALE(*given[1:])}, "does not depend on the weights"),
-    "word": ({"schedule": "cosine"}, "a function of 1 argument .'cosine' is not a callable object"),
-    "loader": ({"batches": [TOKENS]}, "must be a function of 1 argument"),
+    "word": ({"schedule": "cosine"}, "must be a function of 1 argument, not str"),
+    "loader": ({"batches": [TOKENS]}, "must be a function of 1 argument, not list"),
     "two": ({"loss": lambda model, tokens: model(tokens)}, "a function of 3 arguments .too many"),
     "losses": ({"loss": lambda model, tokens, _: model(tokens)}, "must return a tensor of sh"),
 }
