@@ -136,7 +136,8 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
     now = training.progress
-    older = {"own_logits": [], "saw_held_out": False, "own_parts": now.own_parts}  # runs lack these
+    older: dict[str, Any] = {"own_logits": [], "saw_held_out": False}  # runs lack these
+    older["own_parts"] = now.own_parts
     state = older | checkpoint.state
     try:
         saved = Progress(**{each.name: state[each.name] for each in fields(Progress)})
