@@ -56,6 +56,9 @@ COMPARED: dict[tuple[str, str | None], list[tuple[str, str | None, str]]] = {
     ("serve", "8 x 512"): [
         ("eight clients with prompts of 512, tokens/s", "llama.cpp", "gptmini / llama.cpp")
     ],
+    ("serve between tokens", "8 x 512, p95"): [
+        ("their wait for the next token, 95th percentile", "llama.cpp", "llama.cpp / gptmini")
+    ],
     ("first quality", "gptmini train"): [
         ("bits per byte of new stories after `gptmini train`", "PPMd", "PPMd / bits per byte")
     ],
