@@ -96,7 +96,9 @@ def _copy_with_noise(model: GPT) -> GPT:
 
 
 def check_own_model(model: GPT, trains: bool = True) -> None:
-    """Raise ConfigError for a model whose logits depend on later tokens, if it `trains` even then.
+    """Raise ConfigError for a model whose logits depend on later tokens.
+
+    With `trains`, it is asked in training mode, too.
 
     Let it generate without a cache, and say so, if it computes something else with one. It asks a
     copy: what a module keeps of a pass in inference mode cannot be trained through.

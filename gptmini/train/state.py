@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -61,11 +61,12 @@ class CustomParts:
             rule = f"{name}: must be a function of {format_count(count, 'argument')}"
             if not callable(part):
                 raise ConfigError(f"{rule}, not {type(part).__name__}")
-            with suppress(ValueError):  # a function in C may not tell its arguments
-                try:
-                    inspect.signature(part).bind(*range(count))
-                except TypeError as error:
-                    raise ConfigError(f"{rule} ({error})") from error
+            try:
+                inspect.signature(part).bind(*range(count))
+            except ValueError:  # a function in C may not tell its arguments
+                continue
+            except TypeError as error:
+                raise ConfigError(f"{rule} ({error})") from error
 
     def list_unsaved(self) -> list[str]:
         """List the parts of which a checkpoint has only the names."""
