@@ -215,13 +215,13 @@ class TrainConfig(Section):
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of the matrices in the blocks; AdamW trains the rest."""
     muon_lr: Rate = 0.02
-    """Peak learning rate of Muon, on the schedule of lr."""
+    """Peak learning rate of Muon, on the schedule of lr; default: 0.02, or 0.01 at a high risk of
+    overfitting."""
     lr: Rate = 2e-3
     """Peak learning rate of AdamW, which beside Muon trains all but the blocks' matrices (muon_lr);
     default: 2e-3, or with Muon 12e-3 at a low risk of overfitting."""
     embed_lr: Rate | None = None
-    """Peak learning rate of the token embeddings; null: lr, or 4 lr with Muon and an untied head at
-    a low risk of overfitting."""
+    """Peak learning rate of the token embeddings; null: lr, or with Muon 6 lr."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the cool-down."""
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
@@ -234,8 +234,8 @@ class TrainConfig(Section):
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Fraction of the steps, at the end, in which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers, of nothing else; default: 0.3, or with Muon 0.1 at
-    a low risk of overfitting, 1.0 at a high one."""
+    """Weight decay of matrices in linear layers and of a tied head; default: 0.3, or with Muon 0.1
+    at a low risk of overfitting, 1.0 at a high one."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2, strict=False)] = [0.8, 0.95]
     """AdamW's decay rates of its two running averages."""
     grad_clip: Positive = 1.0

@@ -166,8 +166,8 @@ class Optimizer:
     | parameter                      | optimizer      | weight decay |
     |--------------------------------|----------------|--------------|
     | matrices of the blocks         | Muon, or AdamW | yes          |
-    | head, unless tied              | AdamW          | yes          |
-    | embeddings                     | AdamW          | no           |
+    | head, also where it is tied    | AdamW          | yes          |
+    | embeddings of an untied head   | AdamW          | no           |
     | positions, norms, biases       | AdamW          | no           |
 
     The rates are `lr` for AdamW, `embed_lr` for the embeddings and `muon_lr` for Muon. AdamW is
@@ -196,9 +196,10 @@ class Optimizer:
         others = [p for p in self.names if p not in linear and p is not model.embed.weight]
         # Each group has its learning rate as a multiple of `lr`.
         embed_ratio = (config.embed_lr or config.lr) / config.lr
+        embed_decay = config.weight_decay if model.head is None else 0.0
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay, "lr_ratio": 1.0},
-            {"params": [model.embed.weight], "weight_decay": 0.0, "lr_ratio": embed_ratio},
+            {"params": [model.embed.weight], "weight_decay": embed_decay, "lr_ratio": embed_ratio},
             {"params": others, "weight_decay": 0.0, "lr_ratio": 1.0},
         ]
         groups = [group for group in groups if group["params"]]  # AdamW refuses an empty one

@@ -31,8 +31,8 @@ def test_settings_lists_every_key_with_its_choices_default_and_meaning(gptmini, 
     ]:
         code, _, err = gptmini("settings", name)
         assert (code, f"gptmini: {name}: no such setting; {remedy}" in err) == (2, True)
-    assert "train.muon_lr: number (default: 0.02)" in out
-    for key in ("train.weight_decay", "model.tie_embeddings", "train.warmup_steps"):
+    assert "train.grad_clip: number (default: 1)" in out
+    for key in ("train.muon_lr", "train.weight_decay", "model.tie_embeddings"):
         assert re.search(rf"^{key}: .* \(default: chosen\)$", out, re.M), key
     monkeypatch.setenv("COLUMNS", "4")
     assert gptmini("settings", "train.lr")[0] == 0

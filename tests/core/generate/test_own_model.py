@@ -86,7 +86,8 @@ def test_stopped_and_resumed_it_has_the_same_bits(config, default_signals):
 
 
 def test_loaded_again_it_evaluates_and_generates_alone_as_in_a_batch(config, capfd):
-    trained = package.fit(config, "own", model=build)
+    exactly = config | {"train": config["train"] | {"dtype": "float32"}}
+    trained = package.fit(exactly, "own", model=build)
     size = sum(parameter.numel() for parameter in trained.model.parameters())
     assert f"{size / 1e3:.1f} k parameters, a model of your own" in capfd.readouterr().err
     run = package.load("own", weights="float32", model=build)

@@ -71,15 +71,20 @@ MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
 
 
 def test_only_matrices_of_linear_layers_decay():
-    model = small()
+    model = small(tie_embeddings=False)
     settings = TrainConfig(optimizer="adamw", weight_decay=0.1)
     (adamw,) = Optimizer(model, settings).optimizers
     decayed, embeddings, _ = adamw.param_groups
-    assert roles(decayed["params"], model) == MATRICES
+    assert roles(decayed["params"], model) == MATRICES | {"head"}
     assert roles(embeddings["params"], model) == {"embed"}
     assert all(p.ndim == 2 for p in decayed["params"])
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0, 0.0]
     assert sum(len(group["params"]) for group in adamw.param_groups) == len(model.state_dict())
+
+
+def test_embeddings_that_are_the_head_decay():
+    (adamw,) = Optimizer(small(), TrainConfig(optimizer="adamw", weight_decay=0.1)).optimizers
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.1, 0.0]
 
 
 @pytest.mark.parametrize("tied", [True, False])

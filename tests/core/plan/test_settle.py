@@ -87,23 +87,24 @@ def test_epochs_of_weighted_texts_are_those_of_the_most_visited(tmp_path: Path):
 def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path, tmp_path: Path):
     def chosen(
         steps: int, optimizer: str = "muon", **model: int
-    ) -> tuple[bool, float, float | None, float]:
+    ) -> tuple[bool, float, float | None, float, float]:
         sizes = {"n_layer": 1, "n_head": 2, "d_model": 32, "context_length": 16}
         train = {"steps": steps, "batch_size": 4, "optimizer": optimizer, "compile": "off"}
         sections = {"data": {"path": str(text_file)}, "tokenizer": {"kind": "byte"}}
         config = validate(sections | {"model": sizes | model, "train": train}, {})
         config = make_plan(config, None).config
-        train_ = config.train
-        return config.model.tie_embeddings, train_.lr, train_.embed_lr, train_.weight_decay
+        settled = config.train
+        rates = settled.lr, settled.embed_lr, settled.muon_lr
+        return config.model.tie_embeddings, *rates, settled.weight_decay
 
     # Of 2,991 tokens 307 are held out; 12,288 weights in blocks are 4.6 for each of the others.
     twice = 2 * 2684 // 64
-    assert chosen(twice) == (False, 12e-3, 48e-3, 0.1)
-    assert chosen(2 * twice) == (True, 2e-3, None, 1.0)
-    assert chosen(2 * twice, d_model=16, n_head=1) == (False, 12e-3, 48e-3, 0.1)
-    assert chosen(twice, tie_embeddings=True) == (True, 12e-3, None, 0.1)
-    assert chosen(7 * twice, tie_embeddings=False) == (False, 2e-3, None, 1.0)
-    assert chosen(twice, optimizer="adamw") == (True, 2e-3, None, 0.3)
+    assert chosen(twice) == (False, 12e-3, 72e-3, 0.02, 0.1)
+    assert chosen(2 * twice) == (True, 2e-3, 12e-3, 0.01, 1.0)
+    assert chosen(2 * twice, d_model=16, n_head=1) == (False, 12e-3, 72e-3, 0.02, 0.1)
+    assert chosen(twice, tie_embeddings=True) == (True, 12e-3, 72e-3, 0.02, 0.1)
+    assert chosen(7 * twice, tie_embeddings=False) == (False, 2e-3, 12e-3, 0.01, 1.0)
+    assert chosen(twice, optimizer="adamw") == (True, 2e-3, None, 0.02, 0.3)
 
 
 def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path):

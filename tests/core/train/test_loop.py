@@ -272,7 +272,7 @@ def test_a_run_says_its_recipe_if_asked(tmp_path, text_file, capsys):
     say_header_lines(prepared(untied, tmp_path / "quiet"))
     assert "  recipe  " not in capsys.readouterr().err
     say_header_lines(prepared(untied, tmp_path / "run"), verbose=True)
-    line = "  recipe    Muon lr 0.02, AdamW lr 0.002, embeddings lr 0.008, weight decay 0.1, "
+    line = "  recipe    Muon lr 0.02, AdamW lr 0.002, embeddings lr 0.012, weight decay 0.1, "
     line += "untied head, dropout 0, 64 tokens a step\n"
     assert line in capsys.readouterr().err
     adamw = tiny(data=data, train={"optimizer": "adamw", "steps": 168})  # 4 epochs
@@ -422,7 +422,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     }
     started = config.sample.model_copy(update={"start": "\n"})
     chosen = config.with_tokenizer("byte", 257).with_train(
-        micro_batch_size=4, compile="off", reduce="fast", weight_decay=0.1
+        micro_batch_size=4, compile="off", reduce="fast", weight_decay=0.1, embed_lr=0.012
     )
     assert run.load_config() == chosen.model_copy(update={"sample": started})
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]

@@ -38,6 +38,7 @@ from tests.extras.serve.serving import alone, serving
 from tests.samples import CHAT_TOKENIZER, run_of
 from tests.support import tiny, train
 
+ROUNDING = 2e-2  # nats; two ways to compute in bfloat16 differ by less
 CONTEXT = 400
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
@@ -164,7 +165,7 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
     (text,) = run.start(["the fox"], logprobs=True, **settings).finish()
     assert text.text.isascii()  # so that each token is a character
     found = answer.choices[0].logprobs
-    assert found.token_logprobs == pytest.approx(text.logprobs, abs=5e-3)
+    assert found.token_logprobs == pytest.approx(text.logprobs, abs=ROUNDING)
     assert len(found.tokens) == len(text.tokens)
     for token, logprob, top in zip(
         found.tokens, found.token_logprobs, found.top_logprobs, strict=True
@@ -194,7 +195,7 @@ def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
     assert choice.text == prompt + text
     found = choice.logprobs
     assert found.token_logprobs[0] is found.top_logprobs[0] is None
-    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
+    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=ROUNDING)
     assert len(found.tokens) == n_prompt + len(text)
     names, tops = found.tokens[1:], found.top_logprobs[1:]
     for name, logprob, top in zip(names, found.token_logprobs[1:], tops, strict=True):
@@ -238,7 +239,7 @@ def test_lm_eval_finds_the_log_likelihoods_of_the_model(run: Run, url: str):
         with torch.inference_mode():
             logits = run.model(torch.tensor([context + end]))[0, len(context) - 1 : -1]  # (T, V)
         expected = logits.log_softmax(-1)[range(len(end)), end].sum()
-        assert logprob == pytest.approx(float(expected), abs=5e-3 * len(end))
+        assert logprob == pytest.approx(float(expected), abs=ROUNDING * len(end))
         assert greedy == (logits.argmax(-1).tolist() == end)
 
 
