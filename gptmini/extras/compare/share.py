@@ -17,7 +17,7 @@ NOT_SHARED = {
     "d_ff",
 } - {"eval_tokens"}
 # Another optimizer needs other values.
-SHARED_BY_OPTIMIZER = {"lr", "embed_lr", "weight_decay", "tie_embeddings"}
+SHARED_BY_OPTIMIZER = {"lr", "embed_lr", "muon_lr", "weight_decay", "tie_embeddings"}
 
 
 def share_choices(requested: Config, first: RunDirectory) -> Config:

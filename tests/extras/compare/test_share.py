@@ -4,6 +4,7 @@ import pytest
 
 from gptmini.config.load import SET_BY_MINUTES
 from gptmini.extras.compare.share import share_choices
+from gptmini.plan.recipe import HIGH_RISK
 from tests.core.plan import test_resume
 from tests.core.plan.test_resume import REQUESTS, ask, begin, plan
 
@@ -31,3 +32,12 @@ def test_a_variant_keeps_what_it_states_and_how_long_it_trains(text, tmp_path):
     assert (adamw.train.lr, adamw.model.tie_embeddings) == (2e-3, True)
     by_steps = ask(text, {}, minutes=None)
     assert share_choices(by_steps, run) == by_steps
+
+
+def test_muon_has_the_same_rates_after_adamw_as_alone(text, tmp_path):
+    alone = plan(ask(text, {}), text).train
+    assert alone.muon_lr == HIGH_RISK["train"]["muon_lr"]
+    run = begin(ask(text, {}, optimizer="adamw"), text, tmp_path)
+    after = plan(share_choices(ask(text, {}), run), text).train
+    keys = ("lr", "embed_lr", "muon_lr", "weight_decay")
+    assert [getattr(after, key) for key in keys] == [getattr(alone, key) for key in keys]
