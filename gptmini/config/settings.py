@@ -215,8 +215,7 @@ class TrainConfig(Section):
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of the matrices in the blocks; AdamW trains the rest."""
     muon_lr: Rate = 0.02
-    """Peak learning rate of Muon, on the schedule of lr; default: 0.02, or 0.01 at a high risk of
-    overfitting."""
+    """Peak learning rate of Muon; default: 0.02, or 0.01 at a high risk of overfitting."""
     lr: Rate = 2e-3
     """Peak learning rate of AdamW, which beside Muon trains all but the blocks' matrices (muon_lr);
     default: 2e-3, or with Muon 12e-3 at a low risk of overfitting."""

@@ -24,8 +24,7 @@ LOW_RISK: Settings = {
 }
 HIGH_RISK: Settings = {"train": {"muon_lr": 0.01, "weight_decay": 1.0}}  # tied, lr 2e-3
 MIN_HIGH_RISK = 3.0
-# The learning rate of the embeddings, as a multiple of train.lr.
-EMBED_LR_SCALE = 6.0
+EMBED_LR_SCALE = 6.0  # the learning rate of the embeddings, as a multiple of train.lr
 
 # Dropout helps where a model memorizes, and does harm elsewhere (scripts/LOG.md: How much dropout,
 # and from which risk on?).
@@ -132,8 +131,7 @@ def choose_recipe(config: Config, text: TextSize) -> Config:
     """
     if config.train.optimizer != "muon" or config.base.run is not None:
         return config
-    recipe = HIGH_RISK if is_text_small(config, text) else LOW_RISK
-    config = config.fill_open(recipe)
+    config = config.fill_open(HIGH_RISK if is_text_small(config, text) else LOW_RISK)
     embed_lr = float(f"{EMBED_LR_SCALE * config.train.lr:g}")  # 0.072, not 0.07200000000000001
     return config.fill_open({"train": {"embed_lr": embed_lr}})
 
